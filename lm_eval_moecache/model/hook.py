@@ -28,7 +28,7 @@ from lm_eval_moecache.model.store import (
     Store,
     implementation_of,
 )
-from lm_eval_moecache.model.weighting import WeightingRule, changed_output, find_rules, in_numpy
+from lm_eval_moecache.model.weighting import WeightingRule, changed_output, find_rules
 from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
 from lm_eval_moecache.records.artifact import check_router_digest
 from lm_eval_moecache.records.batch import Batch, joined
@@ -540,7 +540,7 @@ class _Layered(_Kind):
         call = self._read(layer, hidden, output)
         batch = self._on_host([call])
         self._note(batch, call, hidden)
-        weigh = {} if rule is None else {"weigh": in_numpy(rule)}
+        weigh = {} if rule is None else {"weigh": rule.in_numpy}
         selection = self._choose(batch, weigh)
         if wrapped.store.levels is not None and wrapped.engine.rules.ladder:
             wrapped.store.levels[layer] = self._levels()

@@ -74,26 +74,36 @@ def make_draft(
     """Load a draft by name, on the target's device and at its dtype, or make it from the target.
 
     The caller has checked that they fit. `experts_of` returns the target's experts where its
-    modules do not hold them.
+    modules do not hold them. A draft of the target's own weights (`self:` and a precision) computes
+    on decoded values and is timed at stored size.
     """
+    level, stored_bytes = name.removeprefix(SELF), list[int]()
     if name.startswith(SELF):
-        return _own_draft(name, target, tokens, experts_of)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path(name), dtype=target.dtype)
-    model.to(device_of(target)).eval()
+        model, stored_bytes = _own_model(level, target, experts_of)
+    else:
+        path = model_path(name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+        model.to(device_of(target)).eval()
     blocks, geometry = measure(model, name)
-    targets = _targets(model, blocks, target)
     nbytes = sum(p.nbytes for p in model.parameters())
-    cost = Draft(geometry=geometry, nbytes=nbytes, tokens=tokens, targets=targets)
+    if stored_bytes:
+        nbytes = sum(stored_bytes) * geometry.num_experts
+        levels = zip(geometry.expert_bytes, stored_bytes, strict=True)
+        geometry = replace(
+            geometry,
+            expert_bytes=tuple((full, stored) for (full,), stored in levels),
+            precision=(*geometry.precision, level),
+        )
+    own_level, targets = len(geometry.precision) - 1, _targets(model, blocks, target)
+    cost = Draft(geometry=geometry, level=own_level, nbytes=nbytes, tokens=tokens, targets=targets)
     return DraftModel(name, model, blocks, cost)
 
 
-def _own_draft(name: str, target: Any, tokens: int, experts_of: ExpertsOf | None) -> DraftModel:
-    """Make a draft of the target's own weights, with its experts at low precision.
+def _own_model(level: str, target: Any, experts_of: ExpertsOf | None) -> tuple[Any, list[int]]:
+    """Copy the target with its experts at low precision; return it, and an expert's stored bytes.
 
-    `name` is `self:` and a precision. All tensors but the experts are shared with the target, so
-    only the experts take memory. They compute on decoded values and are timed at stored size.
+    Those are by layer. All tensors but the experts are shared, so only these take memory.
     """
-    level = name.removeprefix(SELF)
     expert_codec = codec(level)
     expert_codec.check(device_of(target).type)
     copied_ids = {id(p) for layer in find_moe_layers(target) for p in layer.experts.parameters()}
@@ -115,21 +125,7 @@ def _own_draft(name: str, target: Any, tokens: int, experts_of: ExpertsOf | None
                     expert_codec.decode(expert_codec.encode(oriented), oriented.shape, matrix.dtype)
                 )
         stored_bytes += expert_bytes(layer.experts, [expert_codec])
-    blocks, geometry = measure(model, name)
-    levels = zip(geometry.expert_bytes, stored_bytes, strict=True)
-    geometry = replace(
-        geometry,
-        expert_bytes=tuple((full, stored) for (full,), stored in levels),
-        precision=(*geometry.precision, level),
-    )
-    cost = Draft(
-        geometry=geometry,
-        level=1,
-        nbytes=sum(stored_bytes) * geometry.num_experts,
-        tokens=tokens,
-        targets=_targets(model, blocks, target),
-    )
-    return DraftModel(name, model, blocks, cost)
+    return model, stored_bytes
 
 
 def measure(model: Any, name: str) -> tuple[tuple[Block, ...], Geometry]:

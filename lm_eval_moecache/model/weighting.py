@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lm_eval_moecache.model.device import as_dtype, copies_on_device, rows_of
 from lm_eval_moecache.model.gate import Choice, Gate, value_of
-from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray, Weigh
+from lm_eval_moecache.records.arrays import BoolArray, FloatArray, IntArray
 from lm_eval_moecache.records.selection import Selection
 
 Raw = Callable[..., Tensor]
@@ -35,6 +35,12 @@ class WeightingRule:
     def __call__(self, logits_TE: Tensor, experts_TK: Tensor, dtype: torch.dtype) -> Tensor:
         weights = self.raw(as_dtype(logits_TE, torch.float32), experts_TK, *self.parameters)
         return as_dtype(weights if self.scale == 1 else weights * self.scale, dtype)
+
+    def in_numpy(self, logits: FloatArray, experts: IntArray) -> FloatArray:
+        """Return float32 weights of arrays, as algorithms ask for them."""
+        given = torch.from_numpy(logits), torch.from_numpy(experts)
+        weights: FloatArray = self(*given, torch.float32).numpy()
+        return weights
 
 
 def sigmoid(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
@@ -151,17 +157,6 @@ def check_rules(gates: Sequence[Gate]) -> None:
     for gate in {type(gate.router): gate for gate in gates}.values():
         if find_rule(gate.stand_in() if gate.is_empty else gate) is None:
             raise _unknown_rule_error(gate)
-
-
-def in_numpy(rule: WeightingRule) -> Weigh:
-    """Return a rule as a function of numpy arrays, the form that algorithms call."""
-
-    def weigh(logits: FloatArray, experts: IntArray) -> FloatArray:
-        weights_TK = rule(torch.from_numpy(logits), torch.from_numpy(experts), torch.float32)
-        array_TK: FloatArray = weights_TK.numpy()
-        return array_TK
-
-    return weigh
 
 
 def _unknown_rule_error(gate: Gate) -> ValueError:

@@ -20,7 +20,6 @@ from lm_eval_moecache.model.weighting import (
     WeightingRule,
     changed_output,
     find_rule,
-    in_numpy,
     sigmoid,
     sigmoid_normed,
     softmax_all,
@@ -140,7 +139,7 @@ def test_changed_experts_have_the_routers_scale(tokens: int) -> None:
     changed = changed_output(output, choice, selection, rule, None, experts.numpy())
     expected = torch.tensor([[2.5 * 2 / 3, 2.5 / 3]] * tokens)
     torch.testing.assert_close(changed[1], expected)
-    np.testing.assert_allclose(in_numpy(rule)(logits.numpy(), selection.experts), expected)
+    np.testing.assert_allclose(rule.in_numpy(logits.numpy(), selection.experts), expected)
 
 
 # --- the rules themselves, of routers and worked by hand ---
