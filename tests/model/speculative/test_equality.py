@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from lm_eval_moecache.algorithms.prefetch.gates import DraftPrefetch
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM, MoECacheSpecLM
 from lm_eval_moecache.harness.run_report import speed_table
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import PassRecord, RequestRecord
 from lm_eval_moecache.report.metrics import inter_token_ms, request_metrics, task_metrics
-from tests.algorithms.test_parameters import alternatives, parameters_of
 from tests.harness import choices, make_instance, texts
 from tests.model.speculative.drafts import STOP, generated, install, prompts, requests
 
@@ -169,25 +167,6 @@ def test_nothing_is_left_on_the_models_after_a_run(spec: MoECacheSpecLM) -> None
     hooks = [h for m in draft_model.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
     assert len(hooks) == 2 * len(spec._draft.blocks)
     assert "_get_candidate_generator" not in vars(spec.model)
-
-
-def _passes(spec: MoECacheSpecLM, **ours: Any) -> list[PassRecord]:
-    install(spec, **{"draft": "tiny", "draft_tokens": 2, "bandwidth": "1GB/s", **ours})
-    spec.generate_until(requests(1), disable_tqdm=True)
-    return spec.engine.ledger.passes
-
-
-@pytest.mark.slow
-def test_each_parameter_of_drafting_moves_some_figure_on_tiny(
-    spec: MoECacheSpecLM, useless: Path
-) -> None:
-    baseline = _passes(spec)
-    assert baseline == _passes(spec)
-    for name, parameter in parameters_of(DraftPrefetch).items():
-        others = ({f"prefetch.{name}": other} for other in alternatives(parameter))
-        assert any(_passes(spec, **other) != baseline for other in others), name
-    assert _passes(spec, draft_tokens=3) != baseline
-    assert _passes(spec, draft=str(useless)) != baseline
 
 
 def test_a_draft_of_the_models_own_weights_shares_all_but_its_experts(spec: MoECacheSpecLM) -> None:
