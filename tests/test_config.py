@@ -225,7 +225,7 @@ def test_names_too_long_to_be_saved_are_refused_before_the_run(
     pretrained: str, output: str, tasks: str, tmp_path: Path
 ) -> None:
     model_args = {"pretrained": pretrained}
-    given = {"output_path": str(tmp_path / output), "model_args": model_args, "tasks": tasks}
+    given = {"output_path": str(tmp_path / output), "model_args": model_args, "tasks": [tasks]}
     with pytest.raises(ArgumentsError, match=r"cannot be written: .*: File name too long\."):
         check_output({**given, "log_samples": True})
     assert not any(tmp_path.iterdir())

@@ -27,14 +27,13 @@ def eval_(*argv: str) -> int:
 
     asks_help = bool({"-h", "--help"} & set(argv))
     words = ["run", *(argv if asks_help else completed(argv))]
-    if not asks_help:
-        check_command(words)
-        tasks = options_of(words).get("tasks") or []
-        hub.answers(tasks.split(",") if isinstance(tasks, str) else tasks)
+    options = {} if asks_help else check_command(words)
+    tasks, folders = (options.get(key, []) for key in ("tasks", "include_path"))
+    hub.answers(tasks)
     register()
     sys.argv, unsaved = ["lm_eval", *words], Unsaved()
     try:
-        with hub.naming_data_sets(), _indexing(words):
+        with hub.naming_data_sets(), _indexing(tasks, folders):
             cli_evaluate()
     finally:
         if asks_help:
@@ -56,13 +55,10 @@ def _own_keys() -> list[str]:
 
 
 @contextmanager
-def _indexing(words: Sequence[str]) -> Iterator[None]:
+def _indexing(names: Sequence[str], folders: Sequence[str]) -> Iterator[None]:
     """Let lm-eval index its own 15,000 task files only if a name needs them: that takes seconds."""
     from lm_eval import tasks as place
 
-    given = options_of(words)
-    names, folders = (given.get(key) or [] for key in ("tasks", "include_path"))
-    names = names.split(",") if isinstance(names, str) else names
     whole: Any = place.TaskManager
 
     class OwnTasks(whole):

@@ -78,15 +78,15 @@ def check_limit(limit: object, what: str) -> None:
         check(Options, {"limit": limit}, what)
 
 
-def check_command(words: Sequence[str]) -> None:
-    """Check the words after `lm_eval` where they name our models. Imports no torch.
+def check_command(words: Sequence[str]) -> dict[str, Any]:
+    """Check the words after `lm_eval` where they name our models; return its options.
 
     Covers all that needs no model: keys and values of `--model_args`, the policy, the options of
-    the evaluation, the output path. Raises ArgumentsError.
+    the evaluation, the output path. Imports no torch. Raises ArgumentsError.
     """
     evaluation = options_of(words)
     if evaluation.get("model") not in MODELS:
-        return
+        return evaluation
     with as_arguments_error(None):
         for word in words:
             check_typed("" if word.startswith("-") else word)
@@ -102,12 +102,9 @@ def check_command(words: Sequence[str]) -> None:
     }
     with as_arguments_error(None):
         check(Options, options, "evaluation options")
-        include_path = evaluation.get("include_path") or ()
-        folders = [include_path] if isinstance(include_path, str) else include_path
-        check_include_path([str(folder) for folder in folders])
-        tasks = evaluation.get("tasks") or ()
-        names = listed_names(tasks) if isinstance(tasks, str) else [str(name) for name in tasks]
-        check_known(names, [str(folder) for folder in folders])
+        folders = evaluation.get("include_path", [])
+        check_include_path(folders)
+        check_known(evaluation.get("tasks", []), folders)
     if evaluation.get("gen_kwargs"):
         check_generation(evaluation["gen_kwargs"], speculative)
     check_output(evaluation)
@@ -117,6 +114,7 @@ def check_command(words: Sequence[str]) -> None:
                 f"--{key} needs the package {package!r}, which is not installed. Install it with "
                 f"`pip install {package}`, or leave --{key} out."
             )
+    return evaluation
 
 
 def check_lm_eval_command(words: Sequence[str]) -> None:
@@ -127,9 +125,8 @@ def check_lm_eval_command(words: Sequence[str]) -> None:
     """
     if is_lm_eval_command():
         with exit_with_message():
-            check_command(words)
-        if options_of(words).get("model") in MODELS:
-            Unsaved().end_process()
+            if check_command(words).get("model") in MODELS:
+                Unsaved().end_process()
 
 
 def check_use_cache(use_cache: Any) -> None:
@@ -144,8 +141,8 @@ def check_use_cache(use_cache: Any) -> None:
 def options_of(words: Sequence[str]) -> dict[str, Any]:
     """Return the options of `lm_eval run`, which override those of its --config file.
 
-    Empty for other commands. lm-eval's own parser reads them, and ends the process on an error as
-    it would later.
+    Tasks and folders of tasks are lists. Empty for other commands. lm-eval's own parser reads them,
+    and ends the process on an error as it would later.
     """
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import simple_parse_args_string
@@ -166,6 +163,10 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
     for key in ("model_args", "gen_kwargs"):
         if isinstance(options.get(key), str):
             options[key] = simple_parse_args_string(options[key])
+    for key in {"tasks", "include_path"} & options.keys():
+        given = options[key]
+        split = listed_names(given) if key == "tasks" and isinstance(given, str) else given
+        options[key] = [split] if isinstance(split, str) else [*map(str, split)]
     limit = options.get("limit")
     if isinstance(limit, float) and limit.is_integer():
         options["limit"] = int(limit)

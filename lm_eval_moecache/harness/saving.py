@@ -15,7 +15,7 @@ from typing import Any
 
 from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import TINY, check_writable
-from lm_eval_moecache.records.numbers import listed_names, shown
+from lm_eval_moecache.records.numbers import shown
 
 # In lm-eval's order (`GeneralConfigTracker`).
 _NAMING = ("peft", "delta", "pretrained", "model", "path", "engine")
@@ -38,10 +38,9 @@ def check_output(evaluation: Mapping[str, Any]) -> None:
     if path.suffix != ".json":
         folder = path / sanitize_model_name(name)
         results = folder / f"results_{_DATE}.json"
-    tasks = evaluation.get("tasks") or ()
-    names = listed_names(tasks) if isinstance(tasks, str) else map(str, tasks)
     logs = evaluation.get("log_samples") or evaluation.get("predict_only")
-    samples = [folder / f"samples_{task}_{_DATE}.jsonl" for task in (names if logs else ())]
+    tasks = evaluation.get("tasks", ()) if logs else ()
+    samples = [folder / f"samples_{task}_{_DATE}.jsonl" for task in tasks]
     try:
         for file in (results, *samples):
             check_writable(file)
