@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from lm_eval_moecache.algorithms.policy import load_policy, policy_names, unmangle
+from lm_eval_moecache.algorithms.policy import choice_text, load_policy, policy_names, unmangle
 from lm_eval_moecache.algorithms.registry import (
     AXES,
     algorithm_names,
@@ -94,7 +94,7 @@ def _in_full(listing: Mapping[str, Any], with_sources: bool) -> str:
     if with_sources:
         lines += ["Compositions (policy=NAME)", ""]
         for policy in listing["compositions"]:
-            choices = " + ".join(_choice(policy[axis]) for axis in AXES)
+            choices = " + ".join(choice_text(axis, policy[axis]) for axis in AXES)
             lines += listed([(policy["name"], f"{choices}. {policy['source']}")], _LEAD)
         lines.append("")
     for axis, algorithms in listing["algorithms"].items():
@@ -107,12 +107,6 @@ def _in_full(listing: Mapping[str, Any], with_sources: bool) -> str:
             lines += listed([(algorithm["name"], text)], _LEAD)
         lines.append("")
     return "\n".join(lines)
-
-
-def _choice(choice: Mapping[str, Any]) -> str:
-    name = choice.get("name", choice.get("class_path"))
-    parameters = [f"{k}={v}" for k, v in choice.items() if k not in ("name", "class_path")]
-    return f"{name}({', '.join(parameters)})" if parameters else str(name)
 
 
 # --- explaining one name ---

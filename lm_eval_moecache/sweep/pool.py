@@ -23,7 +23,8 @@ from tqdm import tqdm
 from lm_eval_moecache.records.numbers import read_count
 
 MOST_JOBS = 1024
-Submit = Callable[..., dict[Future[Any], Any]]
+Work, Futures = Callable[..., Any], dict[Future[Any], Any]
+Submit = Callable[..., Futures]
 """(work, items, *arguments) -> future -> item, of `work(item, *arguments)` for each item."""
 
 
@@ -49,9 +50,7 @@ def local_pool(jobs: int) -> Iterator[Submit]:
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool,
     ):
 
-        def submit(
-            work: Callable[..., Any], items: Sequence[Any], *arguments: Any
-        ) -> dict[Future[Any], Any]:
+        def submit(work: Work, items: Sequence[Any], *arguments: Any) -> Futures:
             with _sigint_blocked():
                 return {pool.submit(work, item, *arguments): item for item in items}
 
@@ -114,9 +113,7 @@ def _ray(jobs: int, folder: str, options: Mapping[str, Any]) -> Iterator[Submit]
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)) // jobs)
     submitted: list[Any] = []
 
-    def submit(
-        work: Callable[..., Any], items: Sequence[Any], *arguments: Any
-    ) -> dict[Future[Any], Any]:
+    def submit(work: Work, items: Sequence[Any], *arguments: Any) -> Futures:
         # Ray's worker processes are reused for tasks of one function: they share a loaded model.
         task = ray.remote(num_cpus=cores, max_retries=0)(work)
         submitted[:] = [task.remote(item, *arguments) for item in items]
@@ -145,9 +142,7 @@ def _submitit(jobs: int, folder: str, options: Mapping[str, Any]) -> Iterator[Su
     submitted: list[Any] = []
     with ThreadPoolExecutor(jobs) as waiting:
 
-        def submit(
-            work: Callable[..., Any], items: Sequence[Any], *arguments: Any
-        ) -> dict[Future[Any], Any]:
+        def submit(work: Work, items: Sequence[Any], *arguments: Any) -> Futures:
             repeated = ([argument] * len(items) for argument in arguments)
             submitted[:] = executor.map_array(work, items, *repeated)
             return {

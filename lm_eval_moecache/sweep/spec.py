@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,9 +34,6 @@ EXECUTOR_OPTIONS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Executor -> the options of `executor_options`: none that names a command or a file to run."""
-# Keys passed on to lm-eval's `simple_evaluate`; every other key of a cell is a model argument.
-OPTIONS = tuple(Options.model_fields)
-_RUN_KEYS = ("model", "label", "tasks", *OPTIONS)
 MOST_CELLS = 20_000
 REPLAY = "replay"
 """`Cell.model` of cells that replay a trace from before the sweep."""
@@ -76,6 +73,14 @@ def _mappings(value: object) -> object:
     return mappings
 
 
+class RunSettings(Options):
+    """Those settings of a cell that are no arguments of its model."""
+
+    model: str
+    label: Annotated[str | None, BeforeValidator(str)] = None
+    tasks: Names
+
+
 Mappings = Annotated[list[dict[str, Any]], BeforeValidator(_mappings)]
 
 
@@ -84,7 +89,7 @@ class SweepFile(Schema):
 
     Each mapping of `runs` (by default one empty run) is crossed with every combination of each
     `grid`, on top of `base`. Keys are model arguments, or `model`, `label`, `tasks` and the
-    evaluation's `OPTIONS`. `bounds` (belady, oracle) adds a replay that knows the future next to
+    evaluation's `Options`. `bounds` (belady, oracle) adds a replay that knows the future next to
     each lossless cell.
 
     `traces` (files, or patterns like `traces/*.parquet`) replaces `tasks`: every cell is replayed
@@ -130,39 +135,34 @@ class SweepFile(Schema):
         return list(dict.fromkeys(files))
 
     def _cell(self, settings: dict[str, Any]) -> Cell:
-        values = {"limit": self.limit, "num_fewshot": self.num_fewshot, **settings}
-        model = str(settings.get("model", self.model))
-        if model not in MODELS:
-            raise unknown_name_error("model", model, MODELS)
-        tasks = _names("tasks", settings.get("tasks", self.tasks))
-        if not tasks:
-            raise ValueError(f"sweep {self.name!r} names no tasks: a list of lm-eval task names.")
+        values = {key: getattr(self, key) for key in ("model", "tasks", "limit", "num_fewshot")}
+        own = {k: v for k, v in (values | settings).items() if k in RunSettings.model_fields}
         # Checked here: lm-eval would raise only after loading the model.
-        options = {k: values[k] for k in OPTIONS if values.get(k) is not None}
-        checked = check(Options, options, "evaluation options")
+        run = check(RunSettings, {k: v for k, v in own.items() if v is not None}, "a cell")
+        if run.model not in MODELS:
+            raise unknown_name_error("model", run.model, MODELS)
+        if not run.tasks:
+            raise ValueError(f"sweep {self.name!r} names no tasks: a list of lm-eval task names.")
         return Cell(
-            model=model,
-            model_args={k: v for k, v in settings.items() if k not in _RUN_KEYS},
-            tasks=tasks,
-            options=checked.model_dump(exclude_unset=True),
+            model=run.model,
+            model_args={k: v for k, v in settings.items() if k not in RunSettings.model_fields},
+            tasks=tuple(run.tasks),
+            options=run.model_dump(exclude_unset=True, include={*Options.model_fields}),
             include_path=tuple(self.include_path),
-            label=_label(settings),
+            label=run.label,
         )
 
     def _replay_cell(self, trace: str, settings: dict[str, Any]) -> Cell:
-        for key in ("model", "tasks", *OPTIONS):
-            if key in settings:
+        for key in RunSettings.model_fields:
+            if key in settings and key != "label":
                 raise ValueError(
                     f"sweep {self.name!r}: {key}={settings[key]!r} has no meaning in a sweep over "
                     "`traces`, where no model runs. Allowed: label, and what `moecache replay` "
                     "takes."
                 )
-        args = {"trace": trace, **{k: v for k, v in settings.items() if k != "label"}}
-        return Cell(model=REPLAY, model_args=args, label=_label(settings))
-
-
-def _label(settings: Mapping[str, Any]) -> str | None:
-    return None if settings.get("label") is None else str(settings["label"])
+        args, label = {"trace": trace, **settings}, settings.get("label")
+        args.pop("label", None)
+        return Cell(model=REPLAY, model_args=args, label=None if label is None else str(label))
 
 
 def sweep_fields(path: Path) -> SweepFile:
@@ -207,13 +207,6 @@ def read_sweep(path: Path) -> SweepFile:
             f"{MOST_CELLS} of one sweep. Make several sweeps of it."
         )
     return sweep
-
-
-def _names(key: str, value: Any) -> tuple[str, ...]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{key}={value!r} must be a name or a list of names.")
-    return tuple(names)
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, list[Any]]:
