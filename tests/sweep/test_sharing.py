@@ -38,7 +38,7 @@ def lossless_policies(with_predictor: bool) -> list[str]:
     ]
 
 
-TOY, PAIR = {"tasks": ["toy_speed"], "limit": 3}, {"tasks": ["toy_choice", "toy_answer"]}
+TOY, PAIR = {"tasks": ["speedy"], "limit": 3}, {"tasks": ["chosen", "generated"]}
 LOSSLESS = [
     {"policy": lossless_policies(with_predictor=False), "capacity": ["25%"]},
     {
@@ -105,7 +105,7 @@ def test_cells_that_share_a_run_are_those_of_live_runs_to_the_byte(
 
 def test_bounds_of_drafted_cells_are_replayed(tmp_path: Path, base: dict[str, Any]) -> None:
     plain, grid = {**base, **SELF, "policy": "on_demand"}, {"eviction": ["lru", "lfu"]}
-    fields = {**DRAFTED, "tasks": ["toy_answer"], "bounds": ["belady", "oracle"]}
+    fields = {**DRAFTED, "tasks": ["generated"], "bounds": ["belady", "oracle"]}
     runs = records(swept(tmp_path / "x", base=plain, grid=grid, **fields).parent)
     totals = {r["label"] or r["run_id"]: r["config"]["moecache"]["totals"] for r in runs.values()}
     fewest = totals.pop("knows the future: belady")["miss_rate"]

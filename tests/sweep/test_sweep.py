@@ -47,10 +47,10 @@ def test_a_sweep_writes_every_cell_and_a_second_one_runs_none(
     runs = records(path.parent)
     assert {r["run_id"] for r in runs.values()} == set(report["done"])
     for record in runs.values():
-        report, scores = record["config"]["moecache"], record["scores"]["toy_choice"]
-        assert report["tasks"]["toy_choice"]["requests"] == 12
+        report, scores = record["config"]["moecache"], record["scores"]["chosen"]
+        assert report["tasks"]["chosen"]["requests"] == 8
         assert set(scores["acc,none"]) == {"0", "1", "2", "3"}
-        moved = 3 * sum(scores["request_bytes_moved,speed"].values())
+        moved = 2 * sum(scores["request_bytes_moved,speed"].values())
         assert moved == pytest.approx(report["totals"]["bytes_moved"], rel=1e-5)
         environment_fields = {"date", "seconds", "machine", "versions", "revision", "made_by"}
         assert environment_fields == set(record["environment"])

@@ -1,4 +1,4 @@
-"""A sweep small enough for tests: a random model of a few kilobytes on two tiny local tasks."""
+"""A sweep small enough for tests: a random model of a few kilobytes on tiny local tasks."""
 
 from __future__ import annotations
 
@@ -12,44 +12,14 @@ from lm_eval_moecache.cli.main import main
 from lm_eval_moecache.report.runs.files import SAMPLES, TABLE, cells, read_tables
 from lm_eval_moecache.sweep import worker
 from lm_eval_moecache.sweep.files import write_record
+from tests.harness import small_tasks
 
-NUM_DOCS = 4
-_LOADER = """
-import json
-from pathlib import Path
-
-from datasets import Dataset
-
-
-def load(**_):
-    lines = Path(__file__).with_name("docs.jsonl").read_text().splitlines()
-    return {"test": Dataset.from_list([json.loads(line) for line in lines])}
-"""
-_HEAD = """
-custom_dataset: !function toy_docs.load
-test_split: test
-doc_to_text: "{{question}}"
-"""
-_CHOICE = """
-task: toy_choice
-output_type: multiple_choice
-doc_to_target: gold
-doc_to_choice: "{{choices}}"
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
-_ANSWER = """
-task: toy_answer
-output_type: generate_until
-doc_to_target: "{{choices[0]}}"
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-generation_kwargs: {until: ["@@"], max_gen_toks: 4, do_sample: false}
-"""
 _SPEED = """
-group: toy_speed
+group: speedy
 task:
-  - task: toy_choice
+  - task: chosen
     class: !function lm_eval_moecache.harness.tasks.SpeedTask
-  - task: toy_answer
+  - task: generated
     class: !function lm_eval_moecache.harness.tasks.SpeedTask
 aggregate_metric_list:
   - metric: ttft_ms
@@ -60,25 +30,17 @@ aggregate_metric_list:
 
 def write_tasks(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    docs = [
-        {"question": f"{i} and {i} is", "choices": ["one", "two", "ten"], "gold": i % 3}
-        for i in range(NUM_DOCS)
-    ]
-    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    (folder / "toy_docs.py").write_text(_LOADER)
-    (folder / "toy_choice.yaml").write_text(_CHOICE + _HEAD)
-    (folder / "toy_answer.yaml").write_text(_ANSWER + _HEAD)
-    (folder / "toy_speed.yaml").write_text(_SPEED)
+    small_tasks(folder, {"speedy": _SPEED})
     return folder
 
 
 def write_sweep(folder: Path, **fields: Any) -> Path:
-    """Write `folder/sweep.yaml` for the toy tasks, which are stored next to the folder."""
+    """Write `folder/sweep.yaml` for the small tasks, which are stored next to the folder."""
     tasks = folder.parent / "tasks"
     if not tasks.is_dir():
         write_tasks(tasks)
     folder.mkdir(exist_ok=True)
-    sweep = {"tasks": ["toy_choice"], "include_path": str(tasks), **fields}
+    sweep = {"tasks": ["chosen"], "include_path": str(tasks), **fields}
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(sweep, sort_keys=False))
     return path

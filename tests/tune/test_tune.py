@@ -65,12 +65,12 @@ def command(tmp_path: Path, checkpoint: Checkpoint) -> list[str]:
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
     places = [f"--out={tmp_path / 'found'}", f"--space={tmp_path / 'space.yaml'}"]
     model = [f"--pretrained={checkpoint('olmoe')}", "--model_args=device=cpu"]
-    return ["tune", *places, *model, "--tasks=toy_answer"]
+    return ["tune", *places, *model, "--tasks=generated"]
 
 
 def asked(checkpoint: Checkpoint) -> Objective:
     model = {"pretrained": str(checkpoint("olmoe")), "model_args": {"device": "cpu"}}
-    task = {"tasks": ("toy_answer",), "limit": None, "hardware": "a100-5GBps"}
+    task = {"tasks": ("generated",), "limit": None, "hardware": "a100-5GBps"}
     return dataclasses.replace(OBJECTIVE, **model, **task, metric="tok_per_s")
 
 
@@ -100,7 +100,7 @@ def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
 ) -> None:
     report = moecache.json(*command, "--trials=3", "--limit=1")
     confirmation = report["confirmation"]
-    assert confirmation["documents"] == {"toy_answer": 1}
+    assert confirmation["documents"] == {"generated": 1}
     assert confirmation["points_lost"] == 100 * (
         confirmation["reference_accuracy"] - confirmation["accuracy"]
     )
@@ -109,7 +109,7 @@ def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
     assert len(confirming_runs) == 2
     for run in confirming_runs.values():
         # The search saw document 0.
-        assert list(run.samples["toy_answer"]["exact_match,none"]) == ["1"]
+        assert list(run.samples["generated"]["exact_match,strict"]) == ["1"]
     assert "On 1 other documents" in (tmp_path / "found" / "front.md").read_text()
     assert (
         moecache.json(*command, "--trials=1", f"--out={tmp_path / 'all'}")["confirmation"] is None
