@@ -161,10 +161,7 @@ class CandidateRunner:
         score, speed = run[ACCURACY], run[self.objective.metric].number
         if score.number is None or speed is None:
             what = "accuracy" if score.number is None else self.objective.metric
-            raise ValueError(
-                f"tasks={','.join(self.objective.tasks)} give no {what}. Allowed: tasks that have "
-                "a score for which more is better, one of them with generation for tok_per_s."
-            )
+            raise ValueError(f"tasks={','.join(self.objective.tasks)} give no {what}.")
         return Measured(score.number, score.stderr, speed, BY_MODEL)
 
     def _record(self, planned: ResolvedCell) -> Mapping[str, Any] | None:

@@ -173,13 +173,18 @@ def test_a_sweep_killed_at_random_moments_completes_without_duplicates(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "options"),
-    [("submitit", {"cluster": "local", "timeout_min": 5}), ("ray", {"num_cpus": 1})],
+    [
+        ("local", {}),
+        ("submitit", {"cluster": "local", "timeout_min": 5}),
+        ("ray", {"num_cpus": 1}),
+    ],
 )
 def test_other_executors_give_the_same_figures(
     tmp_path: Path, base: dict[str, Any], executor: str, options: dict[str, Any]
 ) -> None:
-    fields = {"base": base, "grid": {"capacity": ["25%", "50%"]}, "name": "x"}
-    execution = {"executor": executor, "executor_options": options}
+    grid = {"capacity": ["25%", "50%"], "miss": ["fetch", "drop"]}
+    fields = {"base": base, "grid": grid, "name": "x"}
+    execution = {"executor": executor, "executor_options": options, "jobs": 2}
     far = swept(tmp_path / "far", **fields, **execution)
     near = swept(tmp_path / "near", **fields)
     assert figures(far.parent) == figures(near.parent)
@@ -212,18 +217,6 @@ def test_cells_are_the_replays_of_moecache_replay(tmp_path: Path, moecache: Moec
     rerun = run_sweep(read_sweep(path), path.parent)
     assert (len(rerun["done"]), len(rerun["skipped"])) == (0, 3)
     assert "belady" in moecache("table", path.parent)
-
-
-@pytest.mark.slow
-def test_processes_write_what_one_does(tmp_path: Path) -> None:
-    runs_by_jobs = []
-    for jobs in (1, 2):
-        grid = {"eviction": ["lru", "belady", "arc"], "capacity": ["10%", "8/layer"]}
-        path = write_over_traces(tmp_path / str(jobs), name="same", grid=grid, jobs=jobs)
-        assert len(run_sweep(read_sweep(path), path.parent)["done"]) == 6
-        runs = load_runs(path.parent)
-        runs_by_jobs.append({run.run_id: (run.moecache, run.model_args, run.label) for run in runs})
-    assert runs_by_jobs[0] == runs_by_jobs[1]
 
 
 def test_another_content_of_a_trace_is_another_run_that_replaces_the_one_before(
