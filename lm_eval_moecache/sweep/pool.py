@@ -23,7 +23,8 @@ from tqdm import tqdm
 from lm_eval_moecache.records.numbers import read_count
 
 MOST_JOBS = 1024
-Work, Futures = Callable[..., Any], dict[Future[Any], Any]
+Work = Callable[..., Any]
+Futures = dict[Future[Any], Any]
 Submit = Callable[..., Futures]
 """(work, items, *arguments) -> future -> item, of `work(item, *arguments)` for each item."""
 
