@@ -44,11 +44,13 @@ _MT_PER_S = re.compile(r"(?:l?p?ddr\dx?-?)? ?(\d{4,5})(?: ?mt/?s| ?mhz)?")
 
 CUDA, METAL, PHONE = "CUDA", "Metal", "phone"
 """Platforms, as `Runtime.runs_on` names them; those of other cards and chips go by their names."""
+_BY_MAKER = {"AMD": "ROCm", "Intel": "SYCL"}
 _BY_NAME = {
-    "ROCm": re.compile(r"rx|radeon|ai-pro|pro-[wv]|ryzen|strix|mi\d|instinct"),
-    "SYCL": re.compile(r"arc-|flex|max-1"),
-    "Vulkan": re.compile("snapdragon|adreno|mali"),
+    "ROCm": re.compile(r"rx|radeon|ryzen|strix|mi\d"),
+    "SYCL": re.compile("arc-"),
+    "Vulkan": re.compile("snapdragon"),
 }
+"""Of chips and of profiles' cards, which the table of cards may not have."""
 _NO_MAC = re.compile(r"(strix|ryzen|radeon|arc|snapdragon|dgx|jetson)-")
 _PHONE_FLOPS = 1e12
 """A device with unified memory and less is a phone."""
@@ -83,6 +85,8 @@ class Machine(Hardware):
             return PHONE
         if self.is_unified and not _NO_MAC.match(self.name):
             return METAL
+        if (card := cards().get(self.name)) is not None:
+            return _BY_MAKER.get(card.manufacturer, CUDA)
         return next((name for name, it in _BY_NAME.items() if it.match(self.name)), CUDA)
 
     def runs(self, runtime: Runtime) -> bool:
