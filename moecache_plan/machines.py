@@ -95,7 +95,7 @@ class Machine(Hardware):
             platform, _, rule = entry.partition(" ")
             if platform == self.platform:
                 level = compute_capability(self.name) if platform == CUDA and rule else None
-                of_names = platform == CUDA or re.match(rule, self.name)
+                of_names = platform == CUDA or re.search(rule, self.name)
                 return bool(of_names) and (level is None or level >= float(rule))
         return not runtime.runs_on
 
