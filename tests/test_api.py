@@ -94,7 +94,7 @@ def test_runs_are_a_line_each_of_the_same_named_columns() -> None:
     place = Path(__file__).resolve().parent.parent / "results/demo"
     table, samples = load_runs(place)
     stored = read_runs(place)
-    assert table.shape == (len(stored), 42) and table.columns.is_unique
+    assert table.shape == (len(stored), 43) and table.columns.is_unique
     row, run = table.iloc[0], stored[0]
     answers = samples[
         (samples.run_id == run.run_id) & (samples.metric == "exact_match,strict-match")
