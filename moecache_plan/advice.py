@@ -28,7 +28,7 @@ from moecache_plan.forecast import (
     prompt_work,
     scale_by,
 )
-from moecache_plan.machines import METAL, PHONE, SYSTEM, Machine, with_overrides
+from moecache_plan.machines import CUDA, METAL, PHONE, SYSTEM, Machine, with_overrides
 from moecache_plan.mechanisms import PROCESSOR, PROMPTS, mechanisms
 from moecache_plan.placement import (
     AUTO,
@@ -99,9 +99,17 @@ def asked_runtimes(machine: Machine, names: Sequence[str]) -> list[Runtime]:
             usual = ", ".join(each.name for each in asked_runtimes(machine, ()))
             raise ValueError(
                 f"runtime={runtime.name!r} does not run on {machine.title} ({machine.platform}), "
-                f"but on {', '.join(runtime.runs_on)} ({runtime.source}). Allowed: {usual}."
+                f"but on {', '.join(map(_kernels, runtime.runs_on))} ({runtime.source}). Allowed: "
+                f"{usual}."
             )
     return [runtime for runtime in found if machine.runs(runtime)]
+
+
+def _kernels(entry: str) -> str:
+    """Return one of `Runtime.runs_on` in words."""
+    platform, _, rule = entry.partition(" ")
+    some = f"of compute capability {rule} and more" if platform == CUDA else "of some cards"
+    return f"{platform} {some}" if rule else platform
 
 
 def advise(

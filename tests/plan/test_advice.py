@@ -199,10 +199,10 @@ def test_programs_of_macs_are_offered_on_macs_alone(chip: str, names: set[str]) 
 @pytest.mark.parametrize(
     ("card", "runtime", "kernels"),
     [
-        ("RX 6900 XT", "imp", "(ROCm), but on CUDA 9.0"),
+        ("RX 6900 XT", "imp", "(ROCm), but on CUDA of compute capability 9.0"),
         ("RTX 4090", "mlx", "(CUDA), but on Metal"),
-        ("GTX 1050 Ti", "vllm", "but on CUDA 7.5"),
-        ("RX 6900 XT", "vllm", "ROCm rx-(79|90)"),
+        ("GTX 1050 Ti", "vllm", "compute capability 7.5 and more"),
+        ("RX 6900 XT", "vllm", "ROCm of some cards"),
     ],
 )
 def test_a_program_without_kernels_for_a_card_is_refused_and_not_offered(
