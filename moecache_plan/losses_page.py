@@ -33,12 +33,13 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
         )
         if told["kind"] == CHOICE and 100 * told["score"] - forecast["most"] < _CHANCE:
             head += f" The far end is below the {_CHANCE:g} that guessing among four gives."
-    cells = [["nearest models", "rows", "points lost", "median", "measured on"]]
+    cells = [["nearest models", "rows", "n", "points lost", "median", "measured on"]]
     for each in told["nearest"]:
         ends = f"{_points(each['least_points'])} to {_points(each['most_points'])}"
         cells.append(
             [
-                *(each["model"], str(each["rows"]), ends, _points(each["median_points"])),
+                *(each["model"], str(each["rows"]), _documents(each["settings"])),
+                *(ends, _points(each["median_points"])),
                 ", ".join(each["of"]) or f"any {told['kind']} task",
             ]
         )
@@ -47,12 +48,12 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
         fewest = min(row["documents"] for row in rows)
         cells.append(
             [
-                *(f"{model} (ours)", str(len(rows))),
+                *(f"{model} (ours)", str(len(rows)), f"{fewest}+"),
                 f"{_points(points[0])} to {_points(points[-1])}",
-                *(_points(median(points)), f"{task}, cache {capacity}, {fewest} documents or more"),
+                *(_points(median(points)), f"{task}, cache {capacity}"),
             ]
         )
-    worth = "Take the range, not the median. "
+    worth = "n: documents of a score. Take the range, not the median. "
     if judged := told["judged"]:
         worth += (
             f"Of {judged['rows']} such rows, each forecast without its model, "
@@ -66,7 +67,13 @@ def _lines(told: Mapping[str, Any]) -> list[str]:
         f"Repeated settings of one source differ by {told['noise_points']:g} points (rms). Measure "
         "yours: `moecache eval`. Sources and settings: --json; results/published_losses."
     )
-    return [*wrapped(head), "", *aligned(cells, "<>><<"), "", *wrapped(worth), ""]
+    return [*wrapped(head), "", *aligned(cells, "<>>><<"), "", *wrapped(worth), ""]
+
+
+def _documents(settings: Sequence[Mapping[str, Any]]) -> str:
+    """Return of how many documents published scores are, as far as their sources say."""
+    counts = sorted({each["n"] for each in settings if each["n"] is not None})
+    return " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "?"
 
 
 def _points(number: float) -> str:

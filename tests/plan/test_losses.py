@@ -168,6 +168,8 @@ def test_what_cache_aware_routing_costs_with_half_of_the_experts_in_memory() -> 
     assert first["most_points"] == pytest.approx(0.6)
     assert {row["model"] for row in report["here"]} == {"tiny"}
     assert all("mixture_cache" in row["rule"] for row in report["here"])
+    (near,) = (line for line in lines([report]) if line.startswith("Gemma-4-26B-A4B"))
+    assert near.split()[:3] == ["Gemma-4-26B-A4B", "4", "1319"]
 
 
 def test_a_rule_of_one_model_has_rows_and_no_forecast() -> None:
