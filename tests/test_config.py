@@ -34,7 +34,7 @@ from lm_eval_moecache.records.schemas.keys import KEYS
 from lm_eval_moecache.sweep.run import check_cell
 from lm_eval_moecache.sweep.spec import Cell
 from tests.engine.scripted import OldestFirst, make_geometry
-from tests.harness import generations, make_instance, refusal, says
+from tests.harness import refusal, says
 from tests.models import byte_tokenizer
 
 GOOD_POLICY = {"routing": "standard", "prefetch": "none", "eviction": "lru", "miss": "fetch"}
@@ -298,14 +298,6 @@ def test_every_generation_option_of_lm_evals_tasks_is_allowed_and_sampling_but_w
     check_generation({"num_beams": 10, "top_p": 0.95, "top_k": 0}, speculative=False)
     check_generation({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, speculative=False)
     check_generation({"do_sample": False, "temperature": 0.0, "top_p": 1}, speculative=True)
-
-
-def test_a_tasks_own_options_are_checked_before_its_first_request(checkpoint: Any) -> None:
-    lm = MoECacheLM(pretrained=str(checkpoint("olmoe")))
-    drafted = make_instance("generate_until", "t", 9, "x", {"prompt_lookup_num_tokens": 2})
-    with pytest.raises(ArgumentsError, match="prompt_lookup_num_tokens=2"):
-        lm.generate_until([*generations(2), drafted], disable_tqdm=True)
-    assert lm.engine.ledger.passes == []
 
 
 def test_model_args_may_name_the_device_and_the_batch_size(checkpoint: Any) -> None:

@@ -110,10 +110,15 @@ def test_so_it_is_in_a_checkpoint_unless_a_request_turns_it_off(
         check_generation({key: (*options()[key].off, None)[0] for key in own}, False, own)
 
 
-def test_a_checkpoints_options_are_checked_before_the_first_request(folder: Path) -> None:
+def test_all_options_are_checked_before_the_first_request(folder: Path) -> None:
     lm = MoECacheLM(with_defaults(folder, {"max_time": 2.0}), policy="on_demand", **HOST)
-    with pytest.raises(ArgumentsError, match=r"max_time=2\.0"):
-        lm.generate_until(requests({}), disable_tqdm=True)
+    drafted = requests({"prompt_lookup_num_tokens": 2})[-1]
+    for asked, said in (
+        (requests({}), "generation_config.json: max_time=2.0"),
+        ([*requests({"max_time": None}), drafted], "gen_kwargs: prompt_lookup_num_tokens=2"),
+    ):
+        with pytest.raises(ArgumentsError, match=said):
+            lm.generate_until(asked, disable_tqdm=True)
     assert lm.engine.ledger.passes == []
 
 
