@@ -84,7 +84,6 @@ class Engine:
         shared = len(self.pools) == 1
         self.caches: Sequence[Cache] = [*self.pools] * (geometry.num_layers if shared else 1)
         """Layer -> its cache: one shared by all layers, or one each."""
-        self._call = make_record(Call)
         self.draft_stage: DraftStage | None = None
         self._num_batches = 0
         if setting.draft is not None:
@@ -112,7 +111,7 @@ class Engine:
         self.callbacks = Callbacks(self.memory, evictions, self.rules)
         if self.eviction.is_offline and self.future is not None:
             self.memory.experts["next_use"] = self.future.first_use
-        self.pools = [Cache(self.memory, index, rule) for index, rule in enumerate(evictions)]
+        self.pools = [Cache(self.memory, index) for index in range(len(evictions))]
         # A reference back would keep the engine, and a device's memory.
         self.alone = Rows([weakref.proxy(self)])
         """Serves passes of this engine layer by layer."""

@@ -195,8 +195,8 @@ class Cache:
     eviction costs no transfer.
     """
 
-    def __init__(self, memory: Memory, index: int, eviction: EvictionAlgorithm) -> None:
-        self._memory, self._record, self.eviction = memory, memory.caches[index], eviction
+    def __init__(self, memory: Memory, index: int) -> None:
+        self._memory, self._record = memory, memory.caches[index]
         num_experts = memory.run.num_experts
         self.keys = range(
             int(self._record["first_layer"]) * num_experts,

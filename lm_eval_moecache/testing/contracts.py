@@ -386,7 +386,7 @@ class EvictionContract(Contract):
 
     def test_it_knows_its_capacity_before_its_first_call(self) -> None:
         engine = run(self.policy(), GEOMETRY, "6experts").engine
-        eviction = engine.pools[0].eviction
+        eviction = engine.eviction
         assert eviction.capacity_bytes == engine.pools[0].capacity_bytes
         assert eviction.num_slots == 6 or len(eviction.geometry.precision) > 1
 

@@ -15,7 +15,6 @@ from lm_eval_moecache.algorithms.registry import find_algorithm
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.records.event import PHASES, PREFILL
 from lm_eval_moecache.sweep.replay_grid import victim_share
-from lm_eval_moecache.trace.future import Future
 from lm_eval_moecache.trace.trace import Trace
 from lm_eval_moecache.trace.use import UseProfile
 
@@ -138,20 +137,6 @@ def test_the_usual_belady_is_no_bound_on_decode_misses() -> None:
     trace = decode_trace([[[0]], [[1]], [[2]], [[0]], [[1]]], 3, phases)
     assert misses(trace, "belady", 2, decode=True) == 3
     assert misses(trace, "belady", 2, decode=True, free_prefill=True) == 2
-
-
-def test_belady_evicts_the_expert_needed_last_and_then_the_smaller_key() -> None:
-    # 3 comes back first, then 1; 0 and 2 never do, so 0 leaves before 2.
-    trace = decode_trace([[[0]], [[2]], [[3]], [[1]], [[4]], [[3]], [[1]]], 5)
-    counts = {name: [misses(trace, name, slots) for slots in (4, 2)] for name in ("belady", "lru")}
-    assert counts == {"belady": [5, 6], "lru": [5, 7]}
-
-
-def test_the_future_lists_each_need_of_each_key() -> None:
-    future = Future(decode_trace([[[0, 1]], [[2, 0]], [[1, 0]]], 3))
-    needs = [future.times[future.start[k] : future.start[k + 1]].tolist() for k in range(3)]
-    assert needs == [[0, 1, 2, 3], [0, 2, 3], [1, 3]]
-    assert future.keys_of(1) == [2, 0] and future.keys_of(3) == []
 
 
 FORMS = ("1/layer", "2/layer", "4/layer", "3experts", "5experts", "30%", "70%", "7B")

@@ -13,7 +13,7 @@ import pytest
 from lm_eval_moecache.algorithms.eviction.textbook import Clock
 from lm_eval_moecache.algorithms.miss.base import MissOverRows
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
-from lm_eval_moecache.algorithms.routing.base import RoutingByCost, RoutingOverRows
+from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.rows import Rows
@@ -259,21 +259,11 @@ def test_rows_get_what_each_gets_alone(case: dict[str, Any]) -> None:
 
 
 SCANS: list[dict[str, Any]] = [
-    {},
     {"eviction": "score"},
-    {"eviction": "hazard"},
     {"eviction": "arc"},
     {"routing": "pruning", "routing.renormalize": True},
-    *(
-        {"routing": name, "eviction": eviction}
-        for name in ROUTINGS
-        if issubclass(find_algorithm("routing", name), RoutingByCost)
-        for eviction in ("lru", "least_stale")
-    ),
-    {"routing": "cache_prior", "routing.delta": "token", "routing.top_j": 0},
-    {"routing": "cache_prior", "routing.delta": "mean"},
-    {"routing": "max_rank", "routing.M": 6, "routing.J": 0},
-    {"miss": "substitute_score"},
+    {"routing": "cache_prior", "routing.delta": "mean", "eviction": "least_stale"},
+    {"routing": "max_rank", "routing.M": 6, "routing.J": 0, "eviction": "lru"},
     {"miss": "buddy", "eviction": "lru"},
 ]
 

@@ -26,10 +26,10 @@ def notify(run: Run, kind: int, number: int) -> None:
             invoke(run.ask, READ, 0, 0)
 
 
-def find(run: Run, call: Call, row: int) -> None:
+def find(run: Run, call: Call) -> None:
     """Write which of the layer's experts are resident, and which are neither that nor awaited."""
     resident, absent = numbers(call.resident, FLAGS), numbers(call.absent, FLAGS)
-    base, place = run.layer * run.num_experts, row * run.num_experts
+    base, place = run.layer * run.num_experts, run.row * run.num_experts
     for key in range(base, base + run.num_experts):
         slot, is_there = at(run.slots, key, SLOT), at(run.experts, key, EXPERT).resident
         is_coming = call.awaits and (slot.arriving or slot.due >= 0)

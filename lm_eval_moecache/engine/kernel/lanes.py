@@ -287,10 +287,8 @@ def end_host(run: Run, mark: int, count: Counts) -> None:
             land(run)
     count.host_wait_s += wait_until(run, carry(run, run.host_until))
     run.sent_bytes = -1
-    nbytes, demands = (
-        at(run.levels, run.layer * run.num_levels, LEVEL).size_bytes,
-        numbers(run.demands, INTS),
-    )
+    nbytes = at(run.levels, run.layer * run.num_levels, LEVEL).size_bytes
+    demands = numbers(run.demands, INTS)
     for place in range(min(run.uploads, run.num_demands)):
         key = demands[place]
         slot = at(run.slots, key, SLOT)

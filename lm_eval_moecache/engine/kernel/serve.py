@@ -31,29 +31,30 @@ def serve(call: Call) -> int:
         if call.what >= FILL:
             settle(run, call)
             continue
+        run.row = row
         run.cursor = 0
         for index in range(call.num_passes):
-            run.row = row
             count = at(call.counts, row * call.num_passes + index, COUNTS)
-            serve_pass(run, call, row, index, first_passes[row] + index, count)
+            serve_pass(run, call, index, first_passes[row] + index, count)
     return 0
 
 
-def serve_pass(run: Run, call: Call, row: int, index: int, number: int, count: Counts) -> None:
+def serve_pass(run: Run, call: Call, index: int, number: int, count: Counts) -> None:
     """Serve some layers of a pass with this number in its run."""
     num_layers, attention_s = call.end_layer - call.first_layer, 0.0
     if call.attention_s:
-        attention_s = numbers(call.attention_s, DOUBLES)[row * call.num_passes + index]
+        attention_s = numbers(call.attention_s, DOUBLES)[run.row * call.num_passes + index]
     if call.what & BEGIN:
         run.began_s = run.now
         if not call.what & SCAN:
             count.start_s = run.now
-        run.tokens += tokens_of(call, index * num_layers * call.num_rows + row)
+        place = index * num_layers * call.num_rows + run.row
+        run.tokens += first_token(call, place + 1) - first_token(call, place)
         note_pass(run, number)
         notify(run, PASS, number)
     for layer in range(call.first_layer, call.end_layer):
-        place = index * num_layers + layer - call.first_layer
-        serve_event(run, call, place * call.num_rows + row, number, layer, attention_s, row, count)
+        place = (index * num_layers + layer - call.first_layer) * call.num_rows + run.row
+        serve_event(run, call, place, number, layer, attention_s, count)
     if call.what & END:
         if call.what & SCAN:
             count.end_s += run.now - run.began_s
@@ -69,29 +70,16 @@ def serve_pass(run: Run, call: Call, row: int, index: int, number: int, count: C
         run.lifetime_before = run.lifetime
 
 
-def tokens_of(call: Call, place: int) -> int:
-    """Return the tokens of an event at a place of the batch."""
-    if call.bounds:
-        bounds = numbers(call.bounds, INTS)
-        return bounds[place + 1] - bounds[place]
-    return 1
+def first_token(call: Call, place: int) -> int:
+    """Return where in the batch the tokens of an event begin."""
+    return numbers(call.bounds, INTS)[place] if call.bounds else place
 
 
 def serve_event(
-    run: Run,
-    call: Call,
-    place: int,
-    number: int,
-    layer: int,
-    attention_s: float,
-    row: int,
-    count: Counts,
+    run: Run, call: Call, place: int, number: int, layer: int, attention_s: float, count: Counts
 ) -> None:
     """Serve one event of a pass, which stands at a place in the batch."""
-    start, stop = place, place + 1
-    if call.bounds:
-        bounds = numbers(call.bounds, INTS)
-        start, stop = bounds[place], bounds[place + 1]
+    start, stop = first_token(call, place), first_token(call, place + 1)
     run.layer = layer
     run.number = number * run.num_layers + layer
     run.tokens_here = stop - start
@@ -101,10 +89,10 @@ def serve_event(
         if not run.wall:
             enter(run, attention_s)
         if call.resident:
-            find(run, call, row)
+            find(run, call)
     if call.what & CLOSE:
         if call.route or call.replace:
-            choose(run, call, row, start, stop)
+            choose(run, call, start, stop)
         notify(run, EVENT, place)
         decide(run, call, count)
         if not run.wall:
@@ -113,7 +101,7 @@ def serve_event(
                 note_levels(run, call)
 
 
-def choose(run: Run, call: Call, row: int, start: int, stop: int) -> None:
+def choose(run: Run, call: Call, start: int, stop: int) -> None:
     """Let what the call names change which experts the event's tokens get."""
     for number in range(2):
         function, record = call.route, call.routing
@@ -122,7 +110,7 @@ def choose(run: Run, call: Call, row: int, start: int, stop: int) -> None:
         if function:
             asked = at(record, 0, ASKED)
             asked.layer = run.layer
-            asked.row = row
+            asked.row = run.row
             call.changes += invoke(function, record, start, stop)
 
 

@@ -176,11 +176,11 @@ class WallEngine(Engine):
         self.callbacks = WallCallbacks(self, evictions)
         names, pools = count(), list[PlacedCache]()
         partitions = self.setting.capacity.partitions(geometry.num_layers)
-        for index, (eviction, layers) in enumerate(zip(evictions, partitions, strict=True)):
+        for index, layers in enumerate(partitions):
             if self._encoded:
-                pools.append(LeveledCache(self.memory, index, eviction, names))
+                pools.append(LeveledCache(self.memory, index, names))
             else:
-                pools.append(SlottedCache(self.memory, index, eviction, geometry, layers))
+                pools.append(SlottedCache(self.memory, index, geometry, layers))
         self.pools = pools
         self.alone = WallRows(weakref.proxy(self))
         self.traffic = Traffic(self)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
-from lm_eval_moecache.algorithms.eviction.base import EvictionAlgorithm
 from lm_eval_moecache.engine.memory import Cache, Memory
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -13,8 +12,8 @@ from lm_eval_moecache.records.geometry import Geometry
 class PlacedCache(Cache):
     """A cache that gives each key a slot while it is resident or arriving."""
 
-    def __init__(self, memory: Memory, index: int, eviction: EvictionAlgorithm) -> None:
-        super().__init__(memory, index, eviction)
+    def __init__(self, memory: Memory, index: int) -> None:
+        super().__init__(memory, index)
         self.slots: dict[int, int] = {}
         """Key -> slot, of all resident and arriving keys."""
 
@@ -57,14 +56,9 @@ class SlottedCache(PlacedCache):
     """
 
     def __init__(
-        self,
-        memory: Memory,
-        index: int,
-        eviction: EvictionAlgorithm,
-        geometry: Geometry,
-        layers: Sequence[int],
+        self, memory: Memory, index: int, geometry: Geometry, layers: Sequence[int]
     ) -> None:
-        super().__init__(memory, index, eviction)
+        super().__init__(memory, index)
         self.num_slots = slots_of(self.capacity_bytes, geometry, layers)
         self._first_key = geometry.key(layers[0], 0)
         self.holds_all = self.num_slots == len(layers) * geometry.num_experts
@@ -88,11 +82,9 @@ class LeveledCache(PlacedCache):
     one, free slots of other sizes are given up, longest free first.
     """
 
-    def __init__(
-        self, memory: Memory, index: int, eviction: EvictionAlgorithm, names: Iterator[int]
-    ) -> None:
+    def __init__(self, memory: Memory, index: int, names: Iterator[int]) -> None:
         """`names` numbers the slots; the caches of a run share it, so that slots are unique."""
-        super().__init__(memory, index, eviction)
+        super().__init__(memory, index)
         self._names = names
         self._sizes_of: dict[int, tuple[int, int]] = {}
         """Slot -> (bytes, level)."""
