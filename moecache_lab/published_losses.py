@@ -66,7 +66,7 @@ def judge(rows: Sequence[Loss]) -> dict[str, Any]:
     }
     ours, constant = misses["rule, kind of task, amount"], misses["kind of task"]
     alike = [(cell, cells[of_rule, cell]) for cell in sorted({*map(of_rule, scored)})]
-    asked = [
+    asked: list[dict[str, Any]] = [
         {"rule": rule, "kind": kind, "rows": len(each), "models": len({row.model for row in each})}
         for (rule, kind), each in alike
     ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.arrays import DoubleArray, softmax
 from lm_eval_moecache.records.event import Event
 from lm_eval_moecache.records.geometry import Geometry
 
@@ -21,10 +20,10 @@ class ImportanceScores:
         self._decay = decay
         self._scores = np.zeros((geometry.num_layers, geometry.num_experts))
 
-    def add(self, event: Event) -> npt.NDArray[np.float64]:
+    def add(self, event: Event) -> DoubleArray:
         """Add an event's gate scores; return its layer's sums, rounded so that equals tie."""
         row = self._scores[event.layer]
         row *= self._decay
         row += softmax(event.logits).astype(np.float64).sum(axis=0)
-        rounded: npt.NDArray[np.float64] = np.round(row, 9)
+        rounded: DoubleArray = np.round(row, 9)
         return rounded

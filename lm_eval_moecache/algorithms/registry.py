@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from lm_eval_moecache.records import plugins
@@ -167,15 +168,10 @@ def source_of(algorithm: type[Any]) -> str:
 
 def reason_of(error: Exception) -> str:
     """Return the error's type and message and, if a file's own code raised it, file and line."""
-    place = ""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith("<") and code.co_filename != __file__:
-            place = f" ({code.co_filename}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    if "importlib" in place:
-        place = ""
+    frames = extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename != __file__ and not f.filename.startswith("<")]
+    is_told = own and "importlib" not in own[-1].filename
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if is_told else ""
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -12,7 +12,6 @@ from lm_eval_moecache.algorithms.learned.buddies import (
     SIMILARITY,
     TOP_LOGITS,
     WEIGHTED,
-    alphas_of,
     buddy_lists,
     check_profile,
     conditional,
@@ -20,7 +19,8 @@ from lm_eval_moecache.algorithms.learned.buddies import (
 from lm_eval_moecache.profiling._texts import TEXT, analyzed_texts, check_out
 from lm_eval_moecache.records.artifact import BUDDIES, artifact_of, write_artifact
 from lm_eval_moecache.records.command import Report, with_options
-from lm_eval_moecache.records.ranges import Count
+from lm_eval_moecache.records.numbers import per_layer
+from lm_eval_moecache.records.ranges import Count, Share
 
 _SMOOTHING = 1.0
 """Laplace: added to each count."""
@@ -30,7 +30,7 @@ _SMOOTHING = 1.0
 def profile_buddies(
     *,
     out: str,
-    alpha: float | list[float] = 0.95,
+    alpha: Share | list[float] = 0.95,
     k_max: Count = 16,
     sample_tokens: Count = 256,
     **given: Any,
@@ -49,7 +49,7 @@ def profile_buddies(
     """
     check_out(out)
     analyzed, data = analyzed_texts(given)
-    alphas = alphas_of("alpha", alpha, analyzed.geometry.num_layers)
+    alphas = per_layer("alpha", alpha, analyzed.geometry.num_layers)
 
     from lm_eval_moecache.model.moe_layers import router_digest
     from lm_eval_moecache.model.reading import observe

@@ -144,3 +144,17 @@ def _refusal(key: str, value: object, what: str, bounds: Mapping[str, float]) ->
     limits = [LIMITS[name][0].format(bound) for name, bound in bounds.items()]
     within = f", {' and '.join(limits)}" if limits else ""
     return ValueError(f"{key}={shown(value)} must be {what} (finite, in plain digits){within}.")
+
+
+def per_layer(key: str, value: float | list[float], num_layers: int) -> list[float]:
+    """Return a number for each MoE layer, given as one for all of them or as a list.
+
+    Raises ValueError, naming `key`, for a list of another length.
+    """
+    values = value if isinstance(value, list) else [value] * num_layers
+    if len(values) != num_layers:
+        raise ValueError(
+            f"{key}={value} has {len(values)} values. Allowed: one number, or {num_layers}, one "
+            "for each MoE layer."
+        )
+    return [float(each) for each in values]

@@ -121,7 +121,7 @@ def _watch(engine: Engine, layer: int) -> list[IntArray]:
 
     # Layer by layer, so that each can be looked at.
     rows.by_loop = False
-    rows.choose = observed  # type: ignore[method-assign, assignment]
+    rows.choose = observed  # type: ignore[method-assign]
     return states
 
 

@@ -147,9 +147,7 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"partitions": 2}, r"partitions=2: the one has no effect"),
         ({"reuse": 0.5, "weight": "own"}, r"miss\.reuse=0\.5 .* only with weight=missing"),
         ({"tau": 1.5}, r"miss\.tau=1\.5 must lie between 0 and 1 \(tau_scale=absolute\)"),
-        ({"alpha": 1.5}, r"miss\.alpha=1\.5 must be above 0 and at most 1"),
         ({"alpha": [0.5, 0.5]}, r"one number, or 3, one for each MoE layer"),
-        ({"k_max": 0}, r"miss\.k_max=0 must be 1 or more"),
         ({"H": 0}, r"miss\.H=0 must be at least 1 and below the longest list, 7"),
         ({"H": 2, "k_max": 2}, r"miss\.H=2 must be at least 1 and below the longest list, 2"),
     ],
@@ -162,7 +160,7 @@ OUT_OF_RANGE: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
     ("miss", "drop_cascade"): [({"t1": 0.9}, "0 < t1 < t2 < 1")],
     ("eviction", "score"): [({"decay": 0.5}, "decay=0.5 has no effect")],
     ("routing", "cache_prior"): [
-        ({"logit_range": [1.0, 2.0]}, r"routing\.logit_range.*2 values for 3 MoE layers"),
+        ({"logit_range": [1.0, 2.0]}, r"routing\.logit_range.*2 values.*or 3, one for each"),
         ({"logit_range": 1.0, "delta": "mean"}, r"routing\.logit_range.*routing\.delta='mean'"),
     ],
     ("routing", "commit"): [

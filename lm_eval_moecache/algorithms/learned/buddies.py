@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lm_eval_moecache.records.arrays import FloatArray, IntArray
+from lm_eval_moecache.records.arrays import BoolArray, DoubleArray, FloatArray, IntArray
 from lm_eval_moecache.records.artifact import Artifact
 from lm_eval_moecache.records.geometry import Geometry
+from lm_eval_moecache.records.numbers import per_layer
 
-Counts = npt.NDArray[np.float64]
 PAIRS, WEIGHTED, SIMILARITY = "pairs", "weighted_pairs", "similarity"
 TOP_LOGITS = "top_logits"
 """Array of the chosen experts' logits of sampled tokens [L, T, K], to calibrate entropy on."""
@@ -27,9 +27,9 @@ class Coactivation:
 
     def __init__(self, geometry: Geometry) -> None:
         shape = (geometry.num_layers, geometry.num_experts)
-        self.activations: Counts = np.zeros(shape)
-        self.pairs: Counts = np.zeros((*shape, geometry.num_experts))
-        self.weighted_pairs: Counts = np.zeros((*shape, geometry.num_experts))
+        self.activations: DoubleArray = np.zeros(shape)
+        self.pairs: DoubleArray = np.zeros((*shape, geometry.num_experts))
+        self.weighted_pairs: DoubleArray = np.zeros((*shape, geometry.num_experts))
 
     def add(self, layer: int, experts: IntArray, logits: FloatArray) -> None:
         """Count tokens that chose `experts` [T, K] by `logits` [T, E]."""
@@ -60,7 +60,7 @@ def activating_entropy(shares: FloatArray) -> FloatArray:
     return np.asarray(-terms.sum(axis=-1) / max_entropy, dtype=np.float32)
 
 
-def conditional(counts: npt.NDArray[Any], smoothing: float) -> Counts:
+def conditional(counts: npt.NDArray[Any], smoothing: float) -> DoubleArray:
     """Return q [E, E] with rows q(j|i) (equation 4) after Laplace smoothing of the counts.
 
     A row without any evidence stays zero: smoothing it would invent buddies.
@@ -74,7 +74,7 @@ def conditional(counts: npt.NDArray[Any], smoothing: float) -> Counts:
     return np.asarray(smoothed / np.where(totals == 0, 1.0, totals))
 
 
-def buddy_lists(q: Counts, alpha: float, k_max: int) -> IntArray:
+def buddy_lists(q: DoubleArray, alpha: float, k_max: int) -> IntArray:
     """Return B(i; alpha) [E, k_max] (equations 5 and 6), padded with NO_BUDDY.
 
     The shortest prefix of the peers by falling q (ties to the smaller index) that covers alpha,
@@ -98,7 +98,7 @@ class BuddyProfile:
         self._arrays, self._settings = artifact.arrays, artifact.made_from
         self._num_layers, self._num_experts = artifact.num_layers, artifact.num_experts
 
-    def thresholds(self, tau: float, scale: str, temperature: float) -> Counts:
+    def thresholds(self, tau: float, scale: str, temperature: float) -> DoubleArray:
         """Return the entropy [L] up to which tokens are left alone: tau, or that percentile."""
         limit = 100 if scale == "percentile" else 1
         if not 0 <= tau <= limit:
@@ -110,13 +110,11 @@ class BuddyProfile:
 
     def buddies(
         self, measure: str, alpha: float | list[float] | None, k_max: int | None, rank: int | None
-    ) -> tuple[Counts, npt.NDArray[np.bool_]]:
+    ) -> tuple[DoubleArray, BoolArray]:
         """Return q [L, E, E], and which experts j are among the first `rank` buddies of i."""
         value = self._settings["alpha"] if alpha is None else alpha
-        alphas = alphas_of("miss.alpha", value, self._num_layers)
+        alphas = per_layer("miss.alpha", value, self._num_layers)
         k_max = int(self._settings["k_max"]) if k_max is None else k_max
-        if k_max < 1:
-            raise ValueError(f"miss.k_max={k_max} must be 1 or more.")
         longest = min(k_max, self._num_experts - 1)
         if rank is not None and not 1 <= rank < longest:
             raise ValueError(
@@ -134,17 +132,6 @@ class BuddyProfile:
             pivots, places = (lists != NO_BUDDY).nonzero()
             is_buddy[layer, pivots, lists[pivots, places]] = True
         return q, is_buddy
-
-
-def alphas_of(key: str, alpha: float | list[float], num_layers: int) -> list[float]:
-    """Return each layer's alpha. Raises ValueError naming `key`, the option that gave it."""
-    alphas = alpha if isinstance(alpha, list) else [alpha] * num_layers
-    if len(alphas) != num_layers or not all(0 < each <= 1 for each in alphas):
-        raise ValueError(
-            f"{key}={alpha} must be above 0 and at most 1: one number, or {num_layers}, one for "
-            "each MoE layer."
-        )
-    return [float(each) for each in alphas]
 
 
 def check_profile(artifact: Artifact) -> None:

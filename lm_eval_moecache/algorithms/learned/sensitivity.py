@@ -8,17 +8,15 @@ percentiles 0, 1, ... 100 of this rise over all (token, rank) activations.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import DoubleArray, FloatArray
 from lm_eval_moecache.records.artifact import SENSITIVITY, Artifact, load_artifact
 from lm_eval_moecache.records.geometry import Geometry
 
 LAYERS, THRESHOLDS = "sensitivity", "thresholds"
-Doubles = npt.NDArray[np.float64]
 
 
-def rises(weights: FloatArray, sensitivity: float) -> Doubles:
+def rises(weights: FloatArray, sensitivity: float) -> DoubleArray:
     """Return the rise of the loss from dropping each entry and all lighter ones [tokens, top_k].
 
     AdapMoE's (1 - alpha)^2 S, where 1 - alpha is the lost share of the weight. The first column,

@@ -25,7 +25,7 @@ from lm_eval_moecache.records.arrays import BoolArray, IntArray, each_token
 from lm_eval_moecache.records.artifact import BUDDIES, load_artifact
 from lm_eval_moecache.records.event import DROPPED, Event
 from lm_eval_moecache.records.memory import address_of
-from lm_eval_moecache.records.ranges import Experts, Positive, Range, Share, ZeroOrMore
+from lm_eval_moecache.records.ranges import Count, Experts, Positive, Range, Share, ZeroOrMore
 
 Reuse = Annotated[float, Range(least=0, below=1)]
 
@@ -69,8 +69,8 @@ class Buddy(SubstitutingMiss):
 
     profile: str | None = None
     measure: Literal["binary", "weighted", "similarity"] = "binary"
-    alpha: float | list[float] | None = None
-    k_max: int | None = None
+    alpha: Share | list[float] | None = None
+    k_max: Count | None = None
     H: int | None = None
     rho: Budget | None = None
     order: Order = "heaviest"

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from lm_eval_moecache.algorithms.prefetch.base import PrefetchAlgorithm, activations
-from lm_eval_moecache.records.arrays import softmax
+from lm_eval_moecache.records.arrays import DoubleArray, softmax
 from lm_eval_moecache.records.event import PREFILL, Event
 from lm_eval_moecache.records.ranges import Count, LayersAhead, Positive
-
-Matrix = npt.NDArray[np.float64]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,10 +41,10 @@ class History(PrefetchAlgorithm):
     def __post_init__(self) -> None:
         layers, experts = self.geometry.num_layers, self.geometry.num_experts
         self._share = self.most(self.overfetch)
-        self._past: Matrix = np.zeros((self.requests, layers, experts))  # rows of unit length
+        self._past: DoubleArray = np.zeros((self.requests, layers, experts))  # rows of unit length
         self._num_past = 0
-        self._now: Matrix = np.zeros((layers, experts))
-        self._cosine: Matrix = np.zeros((self.requests, layers))
+        self._now: DoubleArray = np.zeros((layers, experts))
+        self._cosine: DoubleArray = np.zeros((self.requests, layers))
         self._request = -1
 
     def propose(self, event: Event) -> Sequence[int]:
@@ -64,7 +61,7 @@ class History(PrefetchAlgorithm):
         best = int(self._cosine[: self._num_past].sum(axis=1).argmax())
         return self._rank(past[best], event.layer)
 
-    def _rank(self, matrix: Matrix, layer: int) -> list[int]:
+    def _rank(self, matrix: DoubleArray, layer: int) -> list[int]:
         geometry = self.geometry
         reach = geometry.num_layers - 1 - layer if self.lookahead is None else self.lookahead
         ranked: list[tuple[float, int]] = []
@@ -92,12 +89,9 @@ class History(PrefetchAlgorithm):
         self._cosine[:] = 0
 
 
-def _unit(rows: Matrix) -> Matrix:
+def _unit(rows: DoubleArray) -> DoubleArray:
     length = np.linalg.norm(rows, axis=-1, keepdims=True)
     return np.asarray(rows / np.where(length > 0, length, 1.0))
-
-
-Map = npt.NDArray[np.float64]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -128,11 +122,11 @@ class ExpertMap(PrefetchAlgorithm):
     def __post_init__(self) -> None:
         layers, experts = self.geometry.num_layers, self.geometry.num_experts
         self._distance = min(3, layers) if self.distance is None else self.distance
-        self._past: Map = np.zeros((self.maps, layers, experts))
+        self._past: DoubleArray = np.zeros((self.maps, layers, experts))
         self._num_past = 0
-        self._now: Map = np.zeros((layers, experts))
-        self._inner: Map = np.zeros(self.maps)
-        self._prefix: Map = np.zeros(self.maps)
+        self._now: DoubleArray = np.zeros((layers, experts))
+        self._inner: DoubleArray = np.zeros(self.maps)
+        self._prefix: DoubleArray = np.zeros(self.maps)
 
     def on_pass(self, pass_index: int) -> None:
         """Store the finished pass's map and begin a new one."""
@@ -162,7 +156,7 @@ class ExpertMap(PrefetchAlgorithm):
         target = (event.layer + self._distance) % self.geometry.num_layers
         return self._likeliest(self._past[best, target], target, 1 - float(cosine[best]))
 
-    def _likeliest(self, row: Map, layer: int, mass: float) -> list[int]:
+    def _likeliest(self, row: DoubleArray, layer: int, mass: float) -> list[int]:
         # Rounded, so that equal shares tie despite rounding errors.
         order = np.argsort(-np.round(row, 9), kind="stable")
         enough = int(np.searchsorted(np.cumsum(row[order]), mass)) + 1

@@ -9,6 +9,7 @@ from numpy import float32
 
 from lm_eval_moecache.algorithms.cheapest import RankCost, Ranked, Seen
 from lm_eval_moecache.algorithms.routing.base import AlwaysKept, RoutingByCost
+from lm_eval_moecache.records.numbers import per_layer
 from lm_eval_moecache.records.ranges import Positive, Range
 
 
@@ -120,7 +121,8 @@ class CachePrior(RoutingByCost):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.only_with("logit_range", delta="range")
-        self._calibrated = _per_layer(self.logit_range, self.geometry.num_layers) or (0.0,)
+        given = 0.0 if self.logit_range is None else self.logit_range
+        self._calibrated = (*per_layer("routing.logit_range", given, self.geometry.num_layers),)
 
     def cost(self) -> RankCost:
         strength, top_j, delta = self.lambda_, self.top_j, self.delta
@@ -141,13 +143,3 @@ class CachePrior(RoutingByCost):
             return float(float32(-expert.logit - float32(strength * average))), 0.0
 
         return cost
-
-
-def _per_layer(value: float | list[float] | None, num_layers: int) -> tuple[float, ...]:
-    values = value if isinstance(value, list) else [] if value is None else [value] * num_layers
-    if value is not None and len(values) != num_layers:
-        raise ValueError(
-            f"routing.logit_range has {len(values)} values for {num_layers} MoE layers; allowed: "
-            "one number, or one for each layer."
-        )
-    return tuple(values)
