@@ -55,7 +55,8 @@ def table(
     Args:
         dir: a sweep's folder, or any folder with results JSONs below it
         format: default: md; every_eval_ever: each run in that schema instead, one JSON per line
-            (with --write: DIR/every_eval_ever/UUID.json, one file per run)
+            (with --write: files below DIR/every_eval_ever/data, one per run, and one of its samples
+            where lm-eval saved them)
         columns: comma-separated; ttft_ms.* is mean, p50, p90 and p99; default: the columns that
             vary
         sort: comma-separated columns, best first; NAME:asc or NAME:desc forces an order; default:
@@ -103,10 +104,15 @@ def _exchange(folder: Path, write: bool) -> Report:
     if write and not folder.is_dir():
         raise ValueError(f"--write: {str(folder)!r} is not a folder.")
     # All before the first is written; copies of a run are one document.
-    texts = {every_eval_ever.file_name(run): every_eval_ever.line(run) for run in load_runs(folder)}
+    runs = load_runs(folder)
     if not write:
-        return Report({"documents": [*map(json.loads, texts.values())]}, "".join(texts.values()))
-    files = {folder / every_eval_ever.NAME / name: text for name, text in texts.items()}
+        texts = dict.fromkeys(map(every_eval_ever.line, runs))
+        return Report({"documents": [*map(json.loads, texts)]}, "".join(texts))
+    files = {
+        folder / every_eval_ever.NAME / name: text
+        for run in runs
+        for name, text in every_eval_ever.files(run).items()
+    }
     for path, text in files.items():
         write_whole(path, text)
     names = [str(path) for path in files]

@@ -1,8 +1,9 @@
-"""Runs in the form of EvalEval's Every Eval Ever: one JSON document a run, of schema 0.2.2.
+"""Runs in the form of EvalEval's Every Eval Ever, schema 0.3.0: one JSON document a run, and one
+JSON Lines file of its samples where lm-eval saved them.
 
-Its scores are typed results with direction, bounds, error and number of documents; settings and
-speed go where the schema has texts by name. Same runs, same bytes.
-See https://github.com/evaleval/every_eval_ever (`every_eval_ever/schemas/eval.schema.json`).
+Scores are typed results with direction, bounds, error and number of documents; settings and speed
+go where the schema has texts by name. Same runs, same bytes.
+See https://github.com/evaleval/every_eval_ever (`every_eval_ever/schemas/`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from lm_eval_moecache.records.files import TINY, read_text
 from lm_eval_moecache.report.runs.columns import FRAME_SETTINGS
 from lm_eval_moecache.report.runs.run import Run, Score, identity
 
 NAME = "every_eval_ever"
-SCHEMA = "0.2.2"
+SCHEMA = "0.3.0"
+LIBRARY = "lm-eval-moecache"
 # Only metrics of one range in all tasks of lm-eval: SQuAD's f1 is in percent, GLUE's a share.
 _BOUNDS = {
     **dict.fromkeys(("acc", "acc_norm", "acc_bytes", "exact_match", "mc1", "mc2"), (0.0, 1.0)),
@@ -37,7 +42,7 @@ def document(run: Run) -> dict[str, Any]:
     """
     model, when = run.identity.get("pretrained", "unknown"), _timestamp(run)
     versions = run.environment.get("versions", {})
-    engine = {"name": "lm-eval-moecache", "version": versions.get("lm-eval-moecache")}
+    engine = {"name": LIBRARY, "version": versions.get(LIBRARY)}
     settings = {name: run.setting(name).raw for name in FRAME_SETTINGS}
     developer, slash, name = model.partition("/")
     # Else a path, perhaps of a trace.
@@ -50,7 +55,7 @@ def document(run: Run) -> dict[str, Any]:
         "evaluation_timestamp": when,
         "retrieved_timestamp": when,
         "source_metadata": {
-            "source_name": "lm-eval-moecache",
+            "source_name": LIBRARY,
             "source_type": "evaluation_run",
             "source_organization_name": "unknown",
             "evaluator_relationship": "other",
@@ -67,7 +72,11 @@ def document(run: Run) -> dict[str, Any]:
             "id": model,
             **({"developer": developer} if is_on_hub else {}),
             "inference_engine": _texts(engine),
-            "additional_details": _texts(settings),
+            "additional_details": {
+                **_texts(settings),
+                "deployment_type": "self_deployed",
+                "model_availability": "open_weights" if is_on_hub or model == TINY else "unknown",
+            },
         },
         "evaluation_results": [
             _result(run, task, score)
@@ -80,13 +89,96 @@ def document(run: Run) -> dict[str, Any]:
 
 def line(run: Run) -> str:
     """Return a run's document as one line of JSON."""
-    return json.dumps(document(run), ensure_ascii=False, allow_nan=False) + "\n"
+    return _dumped(document(run))
 
 
-def file_name(run: Run) -> str:
-    """Return `UUID.json`, as the datastore names files: the same for the same run."""
-    digest = hashlib.sha256(document(run)["evaluation_id"].encode()).digest()
-    return f"{UUID(bytes=digest[:16], version=4)}.json"
+def files(run: Run) -> dict[str, str]:
+    """Return path -> text of a run's document, and of its samples where lm-eval saved them.
+
+    Paths are those of the datastore: `data/lm-eval-moecache/DEVELOPER/MODEL/UUID.json` and
+    `UUID_samples.jsonl` beside it. The same run has the same paths.
+    """
+    made = document(run)
+    digest = hashlib.sha256(made["evaluation_id"].encode()).digest()
+    developer, _, name = made["model_info"]["id"].rpartition("/")
+    places = [re.sub(r"[^\w.+-]+", "_", part).strip("._") for part in (developer, name)]
+    stem = "/".join(["data", LIBRARY, *(place or "unknown" for place in places)])
+    stem += f"/{UUID(bytes=digest[:16], version=4)}"
+    rows = [row for path in _samples_of(run) for row in _instances(run, made, path)]
+    if not rows:
+        return {f"{stem}.json": _dumped(made)}
+    path = f"{stem}_samples.jsonl"
+    made["detailed_evaluation_results"] = {
+        "format": "jsonl",
+        "file_path": path,
+        "hash_algorithm": "sha256",
+        "total_rows": len(rows),
+    }
+    return {f"{stem}.json": _dumped(made), path: "".join(map(_dumped, rows))}
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _samples_of(run: Run) -> list[Path]:
+    """Return the samples files that lm-eval wrote with this results file."""
+    date = run.path.stem.removeprefix("results_")
+    return sorted(run.path.parent.glob(f"samples_*_{date}.jsonl")) if date != run.path.stem else []
+
+
+def _instances(run: Run, made: dict[str, Any], path: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each sample and metric of right answers, with the times of its request.
+
+    Times are those of the run's clock and device, which `additional_details` name.
+    """
+    date = run.path.stem.removeprefix("results_")
+    task = path.stem.removeprefix("samples_").removesuffix(f"_{date}")
+    device = {"clock": run.moecache["clock"], "hardware": run.moecache["hardware"]["name"]}
+    for row in map(json.loads, read_text(path, repr(str(path))).splitlines()):
+        asked = [call["arg_0"] for call in row["arguments"].values()]
+        is_choice, speed = len(asked) > 1, row.get("speed", {})
+        choices = [str(call.get("arg_1")) for call in row["arguments"].values()]
+        answers = row["resps"] if is_choice else row["resps"][0]
+        extracted = row["filtered_resps"] if is_choice else row["filtered_resps"][0]
+        reference = str(row["target"])
+        whole, first = speed.get("e2el_ms"), speed.get("ttft_ms")
+        times = {
+            "latency_ms": whole,
+            "time_to_first_token_ms": first,
+            "generation_time_ms": None if None in (whole, first) else whole - first,
+        }
+        for metric in (name for name in row["metrics"] if _BOUNDS.get(name) == (0.0, 1.0)):
+            yield {
+                "schema_version": SCHEMA,
+                "evaluation_id": made["evaluation_id"],
+                "model_id": made["model_info"]["id"],
+                "evaluation_name": task,
+                "evaluation_result_id": f"{task}/{metric},{row['filter']}",
+                "sample_id": str(row["doc_id"]),
+                "sample_hash": hashlib.sha256((asked[0] + reference).encode()).hexdigest(),
+                "interaction_type": "single_turn",
+                "input": {
+                    "raw": asked[0],
+                    "reference": [reference],
+                    **({"choices": choices} if is_choice else {}),
+                },
+                "output": {"raw": [a if isinstance(a, str) else json.dumps(a) for a in answers]},
+                "answer_attribution": [
+                    {
+                        "turn_idx": 0,
+                        "source": "output.raw",
+                        "extracted_value": str(extracted),
+                        "extraction_method": row["filter"],
+                        "is_terminal": True,
+                    }
+                ],
+                "evaluation": {"score": float(row[metric]), "is_correct": row[metric] == 1},
+                "performance": {
+                    **{name: time for name, time in times.items() if time is not None},
+                    "additional_details": _texts({**device, **speed}),
+                },
+            }
 
 
 def _result(run: Run, task: str, score: Score) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Runs in the form of Every Eval Ever, against the rules of its schema 0.2.2, written out here."""
+"""Runs in the form of Every Eval Ever, checked by the validator of its own package."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import shutil
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,59 +14,25 @@ from lm_eval_moecache.report.every_eval_ever import SCHEMA
 from tests.conftest import Moecache
 from tests.report.runs import record, write
 
+DATE = "2026-11-27T08-58-46.000000"
 FORMAT = "--format=every_eval_ever"
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-NUMBERS = ("score", "min_score", "max_score", "value", "num_samples")
-REQUIRED = {
-    "": "schema_version evaluation_id retrieved_timestamp source_metadata model_info eval_library"
-    " evaluation_results",
-    "source_metadata": "source_type source_organization_name evaluator_relationship",
-    "eval_library": "name version",
-    "model_info": "name id",
-    "evaluation_results": "evaluation_name source_data metric_config score_details",
-    "source_data": "dataset_name source_type",
-    "metric_config": "lower_is_better",
-    "score_details": "score",
-}
-"""Object -> the fields that the schema requires of it."""
-
-
-def check_types(value: Any, name: str = "") -> None:
-    """Assert that all in a document are texts, but for the schema's numbers and one boolean."""
-    if isinstance(value, dict):
-        assert set(REQUIRED.get(name, "").split()) <= set(value), name
-        for key, each in value.items():
-            check_types(each, key)
-    elif isinstance(value, list):
-        for each in value:
-            check_types(each, name)
-    elif name in NUMBERS:
-        assert isinstance(value, (int, float)) and not isinstance(value, bool), name
-        assert math.isfinite(value), name
-    else:
-        assert isinstance(value, bool if name == "lower_is_better" else str), name
-
-
-def check(document: Mapping[str, Any]) -> None:
-    """Assert what the schema requires of a document, and the types of all that is in it."""
-    check_types(document)
-    # It allows these two besides, and nothing else.
-    optional = {"evaluation_timestamp", "detailed_evaluation_results"}
-    assert set(document) <= {*REQUIRED[""].split()} | optional
-    float(document["retrieved_timestamp"])
-    source = document["source_metadata"]
-    assert source["source_type"] in ("documentation", "evaluation_run")
-    relations = ("first_party", "third_party", "collaborative", "other")
-    assert source["evaluator_relationship"] in relations
-    for result in document["evaluation_results"]:
-        assert result["source_data"]["source_type"] == "other"  # the one that needs no address
-        metric, details = result["metric_config"], result["score_details"]
-        if "score_type" in metric:
-            assert metric["score_type"] == "continuous"
-            assert metric["min_score"] <= details["score"] <= metric["max_score"]
-        assert set(details["uncertainty"]) <= {"standard_error", "num_samples"}
+def check(*paths: Path) -> None:
+    """Assert that the schema's own validator finds nothing in these files of a datastore."""
+    validator = pytest.importorskip("every_eval_ever.validator", reason="needs every-eval-ever")
+    root = Path(paths[0].as_posix().partition("every_eval_ever/")[0], "every_eval_ever")
+    names = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    for path in paths:
+        found = validator.validate_file(
+            path,
+            repo_path=path.relative_to(root).as_posix(),
+            available_files=names,
+            read_repo_file=lambda name: (root / name).read_text(),
+            run_semantic_checks=True,
+        )
+        assert found.valid and not found.errors, (path, found.errors[:3])
 
 
 def documents(moecache: Moecache, folder: Path) -> list[dict[str, Any]]:
@@ -89,21 +54,70 @@ def made(name: str = "a", **others: Any) -> dict[str, Any]:
     return made_record | {"versions": {"quiz": 2.0}}
 
 
+def lm_eval_file() -> dict[str, Any]:
+    """Return a run as lm-eval itself writes it."""
+    data = made()
+    for key in ("configuration", "scores", "run_id", "experiment", "label", "environment"):
+        del data[key]
+    data["config"] |= {"model": "moecache", "model_args": "trace=traces/x.parquet,capacity=5%"}
+    return data | {"date": 1795769926.75, "lm_eval_version": "0.4.12"}
+
+
 @pytest.mark.parametrize("name", ["demo", "baseline", "real_lm", "sp_moe"])
 def test_the_runs_of_this_repository_have_the_form_of_the_schema(
-    name: str, moecache: Moecache
+    name: str, tmp_path: Path, moecache: Moecache
 ) -> None:
-    made_of = documents(moecache, RESULTS / name)
+    folder = tmp_path / name
+    shutil.copytree(RESULTS / name, folder)
+    paths = [Path(path) for path in moecache("table", folder, FORMAT, "--write").split()]
+    check(*paths)
+    made_of = [json.loads(path.read_text()) for path in paths]
     for document in made_of:
-        check(document)
-        assert document["schema_version"] == SCHEMA == "0.2.2"
+        assert document["schema_version"] == SCHEMA == "0.3.0"
         assert document["evaluation_results"]
+        deployment = document["model_info"]["additional_details"]["deployment_type"]
+        assert deployment == "self_deployed"
     assert len({document["evaluation_id"] for document in made_of}) == len(made_of)
+
+
+def test_a_thousand_samples_of_lm_eval_keep_text_score_and_times(
+    tmp_path: Path, moecache: Moecache
+) -> None:
+    data = lm_eval_file()
+    (tmp_path / f"results_{DATE}.json").write_text(json.dumps(data))
+    rows = [
+        {
+            "doc_id": number,
+            "target": "7",
+            "arguments": {"gen_args_0": {"arg_0": f"What is {number}?", "arg_1": {}}},
+            "resps": [[f" It is {number % 10}."]],
+            "filtered_resps": [str(number % 10)],
+            "filter": "none",
+            "metrics": ["acc"],
+            "acc": float(number % 10 == 7),
+            "speed": {"ttft_ms": 20.0, "e2el_ms": 100.0 + number, "tpot_ms": None},
+        }
+        for number in range(1000)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / f"samples_quiz_{DATE}.jsonl").write_text(text)
+    aggregate, samples = map(Path, moecache("table", tmp_path, FORMAT, "--write").split())
+    check(aggregate, samples)
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(lines) == 1000 and sum(line["evaluation"]["is_correct"] for line in lines) == 100
+    document = json.loads(aggregate.read_text())
+    assert document["detailed_evaluation_results"]["total_rows"] == 1000
+    assert lines[17]["input"] == {"raw": "What is 17?", "reference": ["7"]}
+    assert lines[17]["output"] == {"raw": [" It is 7."]}
+    times = {"latency_ms": 117.0, "time_to_first_token_ms": 20.0, "generation_time_ms": 97.0}
+    assert times.items() <= lines[17]["performance"].items()
+    assert lines[17]["performance"]["additional_details"]["clock"] == "virtual"
+    named = {result["evaluation_result_id"] for result in document["evaluation_results"]}
+    assert lines[17]["evaluation_result_id"] in named
 
 
 def test_a_run_keeps_its_scores_settings_and_speed(tmp_path: Path, moecache: Moecache) -> None:
     [document] = documents(moecache, write(tmp_path, made()))
-    check(document)
     assert document["evaluation_id"] == "made-up.a/allenai/OLMoE-1B-7B-0924/1795769926"
     assert document["eval_library"] == {"name": "lm_eval", "version": "0.4.13"}
     model = document["model_info"]
@@ -138,14 +152,9 @@ def test_a_score_outside_of_its_metrics_range_has_no_range(
 def test_a_file_of_lm_eval_itself_gives_its_date_and_version(
     tmp_path: Path, moecache: Moecache
 ) -> None:
-    data = made()
-    for key in ("configuration", "scores", "run_id", "experiment", "label", "environment"):
-        del data[key]
-    data["config"] |= {"model": "moecache", "model_args": "trace=traces/x.parquet,capacity=5%"}
-    data |= {"date": 1795769926.75, "lm_eval_version": "0.4.12"}
+    data = lm_eval_file()
     (tmp_path / "results_2026.json").write_text(json.dumps(data))
     [document] = documents(moecache, tmp_path)
-    check(document)
     assert document["evaluation_timestamp"] == "1795769926"
     assert document["eval_library"]["version"] == "0.4.12"
     assert document["model_info"]["id"] == "traces/x.parquet"
@@ -157,7 +166,8 @@ def test_files_of_one_run_each_are_written_anew_in_the_same_place(
 ) -> None:
     folder = write(tmp_path, made("a"), made("b"))
     first = moecache("table", folder, FORMAT, "--write").split()
-    assert [Path(path).parent for path in first] == [folder / "every_eval_ever"] * 2
+    place = folder / "every_eval_ever/data/lm-eval-moecache/allenai/OLMoE-1B-7B-0924"
+    assert [Path(path).parent for path in first] == [place] * 2
     assert [UUID(Path(path).stem).version for path in first] == [4, 4]
     texts = [Path(path).read_text() for path in first]
     assert "".join(texts) == moecache("table", folder, FORMAT), "written files are no runs"
