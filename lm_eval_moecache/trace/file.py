@@ -202,14 +202,13 @@ class _Rows:
 
     def phases(self) -> Ints:
         """Return the phase column as indices into PHASES [rows]."""
-        encoded = self.array("phase").dictionary_encode()
-        names = encoded.dictionary.to_pylist()
-        codes: Ints = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32)
-        for code, name in enumerate(names):
-            if name not in PHASES:
-                rule = f"must be one of {', '.join(PHASES)}"
-                self.refuse(codes == code, "phase", f"is {name!r}, {rule}")
-        return np.asarray([PHASES.index(name) for name in names], dtype=np.int32)[codes]
+        names = self.array("phase")
+        codes = pa.compute.index_in(names, pa.array(PHASES))
+        rule = f"must be one of {', '.join(PHASES)}"
+        unknown = np.asarray(codes.is_null())
+        self.refuse(unknown, "phase", lambda row: f"is {names[row].as_py()!r}, {rule}")
+        phases: Ints = codes.to_numpy(zero_copy_only=False).astype(np.int32)
+        return phases
 
     def lists(
         self, column: str, lengths: IntArray | None = None, *, least: int = 0, most: int = 0
@@ -228,12 +227,9 @@ class _Rows:
         if values.dtype == np.float16:
             self.refuse_values(np.isnan(values), offsets, column, "holds a NaN")
         if lengths is not None:
+            said = "has {} values, must have {}".format
             sizes, wanted = np.diff(offsets), lengths
-
-            def problem(row: int) -> str:
-                return f"has {sizes[row]} values, must have {wanted[row]}"
-
-            self.refuse(sizes != wanted, column, problem)
+            self.refuse(sizes != wanted, column, lambda row: said(sizes[row], wanted[row]))
         outside = (values < least) | (values > most)
         if most and outside.any():
             rule = f"holds {values[outside.argmax()]}, must lie in {least}..{most}"

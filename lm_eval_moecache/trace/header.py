@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lm_eval_moecache.records.files import parse_json
 from lm_eval_moecache.records.geometry import MOST_DRAFTED, Draft, Geometry
@@ -176,14 +176,10 @@ def _dumped(rows: Sequence[Sequence[Any]]) -> bytes:
     return json.dumps(list(rows), separators=(",", ":")).encode()
 
 
-class Listed(NamedTuple):
-    """The requests, scans and drafts in a trace's metadata."""
-
-    requests: tuple[TracedRequest, ...] | None
-    """None where the file lists none."""
-    scans: tuple[tuple[int, int], ...]
-    settled: Mapping[int, tuple[int, int]]
-    """Pass -> drafted, accepted."""
+Listed = tuple[
+    tuple[TracedRequest, ...] | None, tuple[tuple[int, int], ...], dict[int, tuple[int, int]]
+]
+"""The requests of a trace, None where it lists none; its scans; and pass -> drafted, accepted."""
 
 
 def read_listed(name: str, metadata: Mapping[bytes, bytes], num_passes: int) -> Listed:
@@ -217,4 +213,4 @@ def read_listed(name: str, metadata: Mapping[bytes, bytes], num_passes: int) -> 
             refuse(DRAFTS_KEY, [index, drafted, accepted], rule)
         settled[index], before = (drafted, accepted), index
     listed = tuple(requests) if REQUESTS_KEY in metadata else None
-    return Listed(listed, tuple(scans), settled)
+    return listed, tuple(scans), settled
