@@ -117,8 +117,8 @@ def test_the_best_is_confirmed_on_documents_that_the_search_has_not_seen(
     assert "Not confirmed" in (tmp_path / "all" / "front.md").read_text()
 
 
-def test_shipped_compositions_take_turns_with_drawn_ones_and_count(
-    command: list[str], moecache: Moecache
+def test_shipped_compositions_take_turns_with_drawn_ones_and_a_search_goes_on_where_it_was(
+    tmp_path: Path, command: list[str], checkpoint: Checkpoint, moecache: Moecache
 ) -> None:
     """With 36 of them first, six trials of twenty documents took four minutes and drew nothing."""
     report = moecache.json(*command, "--trials=4")
@@ -126,12 +126,6 @@ def test_shipped_compositions_take_turns_with_drawn_ones_and_count(
     assert [e["name"] for e in report["shipped"]] == COMPOSITIONS[:2]
     again = moecache.json(*command, "--trials=0")
     assert report["left_out"] == again["left_out"] == {"mixture_cache": NO_TURN}
-
-
-def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
-    tmp_path: Path, command: list[str], checkpoint: Checkpoint, moecache: Moecache
-) -> None:
-    moecache.json(*command, "--trials=4")
     folder = tmp_path / "found"
     before = read_tables(folder)
     # A trial that was killed half way: the third composition's, which is next.
@@ -143,8 +137,7 @@ def test_a_resumed_search_repeats_no_composition_and_draws_something_else(
     assert report["trials"]["fail"] == 1
     assert before and all(record in read_tables(folder) for record in before)
     drawn = [t.params for t in open_study(folder, asked(checkpoint), 0).get_trials() if t.params]
-    assert len(drawn) == 5
-    assert drawn[0] not in drawn[1:]
+    assert len(drawn) == 5 and drawn[0] not in drawn[1:]
 
 
 @pytest.mark.slow
@@ -201,43 +194,29 @@ def test_a_replay_tells_exactly_what_a_run_of_a_lossless_policy_gives(
     assert runner.replay(lossy.config.policy) == runner.replay(load_policy("specmd"))
 
 
-def test_a_composition_that_cannot_run_here_is_listed_with_its_reason(
+def test_what_cannot_be_run_or_replayed_or_fails_is_one_candidate_with_its_reason(
     command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
 ) -> None:
-    monkeypatch.setattr(search, "policy_names", lambda: ["fate", "on_demand"])
-    report = moecache.json(*command, "--trials=1", "--capacity=2/layer")
-    assert "chooses between layers" in report["left_out"]["fate"]
-    assert [e["name"] for e in report["shipped"]] == ["on_demand"]
-
-
-def test_a_lossless_composition_that_no_replay_can_tell_of_is_run(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
-) -> None:
-    replay = CandidateRunner.replay
+    replay, run = CandidateRunner.replay, CandidateRunner.run
 
     def lacking(self: CandidateRunner, policy: Policy) -> Measured | None:
         return None if policy.name == "mixtral_offloading" else replay(self, policy)
-
-    monkeypatch.setattr(CandidateRunner, "replay", lacking)
-    report = moecache.json(*command, "--trials=3")
-    measured = {e["name"]: e["measured_by"] for e in report["shipped"]}
-    assert measured == {"on_demand": BY_REPLAY, "mixtral_offloading": BY_MODEL}
-
-
-def test_a_run_that_fails_is_one_failed_trial_with_its_reason(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, moecache: Moecache
-) -> None:
-    run = CandidateRunner.run
 
     def failing(self: CandidateRunner, planned: ResolvedCell, **how: bool) -> Measured:
         if planned.cell.label == "mixture_cache":
             raise ValueError("the disk is full")
         return run(self, planned, **how)
 
+    monkeypatch.setattr(CandidateRunner, "replay", lacking)
     monkeypatch.setattr(CandidateRunner, "run", failing)
-    report = moecache.json(*command, "--trials=6")
-    assert report["left_out"] == {"mixture_cache": "the disk is full"}
+    monkeypatch.setattr(search, "policy_names", lambda: ["fate", *COMPOSITIONS])
+    report = moecache.json(*command, "--trials=6", "--capacity=2/layer")
+    left_out = report["left_out"]
+    assert "chooses between layers" in left_out.pop("fate")
+    assert left_out == {"mixture_cache": "the disk is full"}
     assert report["trials"]["fail"] == 1
+    measured = {e["name"]: e["measured_by"] for e in report["shipped"]}
+    assert measured == {"on_demand": BY_REPLAY, "mixtral_offloading": BY_MODEL}
 
 
 def test_no_trial_begins_when_the_time_is_up(command: list[str], moecache: Moecache) -> None:
