@@ -201,8 +201,6 @@ class Replays:
                 ),
                 expert_bytes=expert_bytes,
             )
-        elif self._needs_future and isinstance(trace, StreamedTrace):
-            self.trace = load_trace(str(trace.path), logits=True, predicted=True)
         else:
             self.trace = trace
         # Without prefetching, hardware changes when experts arrive, but not which are missed.
@@ -213,7 +211,11 @@ class Replays:
     @cached_property
     def future(self) -> Future | None:
         """What the trace will need; None where nothing asks, which leaves the trace on disk."""
-        return Future(self.trace) if self._needs_future else None  # type: ignore[arg-type]
+        if not self._needs_future:
+            return None
+        if isinstance(self.trace, StreamedTrace):
+            self.trace = load_trace(str(self.trace.path), logits=True, predicted=True)
+        return Future(self.trace)
 
     def setting(self, config: Config) -> Setting:
         """Return the engine's setting. Raises ValueError where the capacity needs unknown sizes."""
@@ -224,8 +226,8 @@ class Replays:
 
     def replay(self, setting: Setting, **more: Any) -> Engine:
         """Replay the trace under a setting; return the engine, its integrity checked."""
-        reset = self._lru.cache_reset
-        engine = replay(self.trace, setting, future=self.future, cache_reset=reset, **more)
+        future, reset = self.future, self._lru.cache_reset
+        engine = replay(self.trace, setting, future=future, cache_reset=reset, **more)
         engine.check_integrity()
         return engine
 
