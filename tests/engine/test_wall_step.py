@@ -147,7 +147,7 @@ def test_laws_hold_with_prefetches_and_transfers_that_come_late(
     assert all(r.hits >= 0 and r.late >= 0 and r.bytes_moved >= 0 for r in records)
     engine.restart()
     assert not engine.pools[0].resident and not engine.pools[0].arriving
-    assert not engine.link.active
+    assert not engine.link.issued
     # Arrivals during the reset count towards the next pass, which checks the accounts again.
     serve(engine, slots, passes, phase)
     engine.close()

@@ -236,14 +236,14 @@ class WallEngine(Engine):
         """Tell the kernel the time, and what the link has done."""
         run = self.memory.run
         run.now, run.moved, run.busy_s = self.now, self.link.bytes_moved, self.link.busy_s
-        run.transfers = self.link.transfers + len(self.link.issued())
+        run.transfers = self.link.transfers + len(self.link.issued)
 
     # An event.
 
     @property
     def _is_prefetching(self) -> bool:
         """Whether a prefetch is queued or issued."""
-        return bool(self.rules.prefetches and (self.memory.run.queued > 0 or self.link.active))
+        return bool(self.rules.prefetches and (self.memory.run.queued > 0 or self.link.issued))
 
     def enter(self) -> None:
         """Make what has arrived resident, before a layer's experts are looked up."""
@@ -317,7 +317,7 @@ class WallEngine(Engine):
     def _reclaim(self, cache: Any, pending: _Pending) -> bool:
         """Make a prefetch of this cache give way to a demand; False where none can."""
         pinned = self.memory.experts["pinned"]
-        arriving = {key for key in self.link.issued() if key in cache.keys}
+        arriving = {key for key in self.link.issued if key in cache.keys}
         wanted = {key for key in arriving if pinned[key] == self.memory.run.mark}
         key = self.link.withdraw_last(arriving, wanted)
         if key is not None:
@@ -435,7 +435,7 @@ class WallEngine(Engine):
     def await_prefetches(self) -> float:
         start_s = self.now
         # Prefetches that find no room are left for their events to demand.
-        while issued := self.link.issued():
+        while issued := self.link.issued:
             self.traffic.land(self.link.wait_for(issued))
             self.advance(0.0)
         return self.now - start_s
@@ -460,9 +460,9 @@ class WallEngine(Engine):
         What `fresh` does with another engine, for the one that holds a device's memory.
         """
         self._recover()
-        while (key := self.link.withdraw_last(self.link.issued(), ())) is not None:
+        while (key := self.link.withdraw_last(self.link.issued, ())) is not None:
             self.take_back(key)
-        while issued := self.link.issued():
+        while issued := self.link.issued:
             self.traffic.land(self.link.wait_for(issued))
         setting, geometry, stage = self.setting, self.geometry, self.rules.prefetch
         self.rules = Rules(geometry, setting.policy, setting.seed, self.rules)

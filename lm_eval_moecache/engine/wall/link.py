@@ -242,8 +242,8 @@ class WallLink:
         self._worker = Worker(mover, bytes_per_s)
         self._flying: dict[int, Transfer] = {}
         """Transfers demanded or issued and not known to have arrived, by key."""
-        self._issued: dict[int, Transfer] = {}
-        """The prefetches among them, by key."""
+        self.issued: dict[int, Transfer] = {}
+        """The prefetches among them, by key: not yet counted as transfers."""
         self._s_per_byte: float | None = None
         """Running average over the last transfers; None before the first."""
         self._ended_s = 0.0
@@ -254,22 +254,13 @@ class WallLink:
         # An interrupted or discarded run leaves no thread behind.
         self.close = weakref.finalize(self, self._worker.close)
 
-    @property
-    def active(self) -> bool:
-        """Whether a prefetch is issued."""
-        return bool(self._issued)
-
-    def issued(self) -> set[int]:
-        """Return the keys of prefetches that may move at any time: not yet counted as transfers."""
-        return set(self._issued)
-
     def is_flying(self, key: int) -> bool:
         """Whether a key is demanded or issued and not known to have arrived."""
         return key in self._flying
 
     def demanded(self) -> set[int]:
         """Return the keys in flight that an event demanded."""
-        return self._flying.keys() - self._issued.keys()
+        return self._flying.keys() - self.issued.keys()
 
     def free_s(self, now: float) -> float:
         """Return when the link will have moved everything given to it, at its recent rate.
@@ -300,31 +291,23 @@ class WallLink:
 
     def issue(self, transfer: Transfer) -> None:
         """Give a prefetch to the worker, to move when its turn comes."""
-        self._issued[transfer.key] = transfer
+        self.issued[transfer.key] = transfer
         self._put(transfer, demanded=False)
 
     def promote(self, key: int) -> None:
         """Serve an issued prefetch as a demand, because an event demands it."""
-        self._worker.promote(self._issued[key])
-
-    def withdraw_issued(self, due: int, wanted: Container[int]) -> list[int]:
-        """Withdraw the issued prefetches for events up to `due` that have not begun to move.
-
-        Keys in `wanted` stay. Returns the withdrawn keys, whose slots are free again.
-        """
-        candidates = [k for k, t in self._issued.items() if t.due <= due and k not in wanted]
-        return [key for key in candidates if self.revoke(key)]
+        self._worker.promote(self.issued[key])
 
     def withdraw_last(self, keys: Container[int], wanted: Container[int]) -> int | None:
         """Withdraw the issued prefetch among `keys`, none `wanted`, that is due last; return it."""
-        candidates = [(-t.due, k) for k, t in self._issued.items() if k in keys and k not in wanted]
+        candidates = [(-t.due, k) for k, t in self.issued.items() if k in keys and k not in wanted]
         return next((key for _, key in sorted(candidates) if self.revoke(key)), None)
 
     def revoke(self, key: int) -> bool:
         """Withdraw one issued prefetch; False where it is already moving."""
-        if not self._worker.withdraw(self._issued[key]):
+        if not self._worker.withdraw(self.issued[key]):
             return False
-        del self._flying[key], self._issued[key]
+        del self._flying[key], self.issued[key]
         return True
 
     def arrivals(self) -> list[int]:
@@ -337,7 +320,7 @@ class WallLink:
             rate = transfer.moved_s / transfer.nbytes
             average = rate if self._s_per_byte is None else self._s_per_byte
             self._s_per_byte = average + (rate - average) * WEIGHT
-            if self._issued.pop(transfer.key, None) is not None:
+            if self.issued.pop(transfer.key, None) is not None:
                 self.bytes_moved += transfer.nbytes
                 self.transfers += 1
                 landed.append(transfer.key)
@@ -438,9 +421,11 @@ class Traffic:
 
     def cancel(self, due: int, wanted: Set[int]) -> None:
         """Drop the prefetches of events up to `due`, also issued ones not yet moving."""
+        link = self._engine.link
         self._engine.alone.visit(event.CANCEL, number=due)
-        for key in self._engine.link.withdraw_issued(due, wanted):
-            self._engine.take_back(key)
+        for key, transfer in [*link.issued.items()]:
+            if transfer.due <= due and key not in wanted and link.revoke(key):
+                self._engine.take_back(key)
 
 
 def bring(cache: PlacedCache, link: WallLink, places: Sequence[tuple[int, int]]) -> None:
