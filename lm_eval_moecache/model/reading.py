@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lm_eval_moecache.algorithms.learned.buddies import Coactivation
-from lm_eval_moecache.algorithms.learned.sensitivity import Doubles, rises
+from lm_eval_moecache.algorithms.learned.sensitivity import rises
 from lm_eval_moecache.model.checkpoint import load_model
 from lm_eval_moecache.model.device import device_of
 from lm_eval_moecache.model.moe_layers import MoELayer, describe, find_moe_layers
-from lm_eval_moecache.records.arrays import FloatArray
+from lm_eval_moecache.records.arrays import DoubleArray, FloatArray
 
 
 @contextmanager
@@ -194,11 +194,11 @@ class Fisher:
                 self._changes.clear()
 
     @property
-    def sensitivity(self) -> Doubles:
+    def sensitivity(self) -> DoubleArray:
         """The mean rise of each layer [L], in nats per token."""
         return np.asarray(self._sums / self.num_tokens)
 
-    def thresholds(self) -> Doubles:
+    def thresholds(self) -> DoubleArray:
         """Return the rises below which 0, 1, ... 100% of the activations lie, [101] and finite."""
         pairs = zip(self._weights, self.sensitivity, strict=True)
         all_rises = np.concatenate([rises(np.concatenate(w), float(s)).ravel() for w, s in pairs])
