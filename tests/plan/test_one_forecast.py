@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter
 
 from lm_eval_moecache.emulate.models import EMULATED_DIR, load_real_model
 from tests.conftest import Moecache
+from tests.plan.test_tensors import write_gguf
 
 CARD = "rtx-4090-24gb"
 SIZES = {
@@ -34,47 +33,30 @@ def hub_config(name: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("name", "source")}
 
 
-def tensors(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a model's tensors as llama.cpp has them, what goes together as one.
+def tensors(name: str) -> Iterator[tuple[str, tuple[int, ...], Type]]:
+    """Yield a model's tensors as llama.cpp has them, in bf16, what goes together as one.
 
     Their sums are the model's.
     """
     model = load_real_model(name)
     dense = hub_config(name).get("first_k_dense_replace", 0)
-    yield "token_embd.weight", (model.embedding,)
-    yield "output.weight", (model.output,)
+    yield "token_embd.weight", (model.embedding,), Type.BF16
+    yield "output.weight", (model.output,), Type.BF16
     for layer in range(dense):
-        yield f"blk.{layer}.attn_all.weight", ((model.read_once - model.output) // dense,)
+        weights = (model.read_once - model.output) // dense
+        yield f"blk.{layer}.attn_all.weight", (weights,), Type.BF16
     for layer in range(dense, dense + model.num_layers):
-        yield f"blk.{layer}.attn_all.weight", (model.layer_weights,)
-        yield f"blk.{layer}.ffn_up_exps.weight", (model.num_experts, model.expert_weights)
+        yield f"blk.{layer}.attn_all.weight", (model.layer_weights,), Type.BF16
+        experts = (model.num_experts, model.expert_weights)
+        yield f"blk.{layer}.ffn_up_exps.weight", experts, Type.BF16
 
 
-def write_gguf(path: Path, name: str) -> Path:
-    """Write a GGUF file in bf16 that has all but the weights: a hole in its place."""
+def gguf_of(path: Path, name: str) -> Path:
+    """Write the GGUF file of a shipped model in bf16, without its weights."""
     model, config = load_real_model(name), hub_config(name)
-    writer = GGUFWriter(path, "qwen3moe")
-    for key, field in SIZES.items():
-        if key in config:
-            writer.add_uint32(f"qwen3moe.{field}", config[key])
-    writer.add_uint32("qwen3moe.expert_count", model.num_experts)
-    writer.add_uint32("qwen3moe.expert_used_count", model.top_k)
-    writer.add_string("general.name", name)
-    writer.add_file_type(32)  # bf16
-    total = 0
-    for tensor, shape in tensors(name):
-        nbytes = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        size = (*shape[:-1], 2 * shape[-1])  # of BF16 a shape in bytes is asked for
-        writer.add_tensor_info(tensor, size, np.dtype(np.uint8), nbytes, raw_dtype=Type.BF16)
-        total += -(-nbytes // 32) * 32
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    start = -(-path.stat().st_size // 32) * 32
-    with path.open("r+b") as file:
-        file.truncate(start + total)
-    return path
+    numbers = {field: config.get(key) for key, field in SIZES.items()}
+    numbers |= {"expert_count": model.num_experts, "expert_used_count": model.top_k}
+    return write_gguf(path, tensors(name), general={"name": name}, file_type=32, **numbers)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GLM-4.5-Air", "MiniMax-M2"])
@@ -93,7 +75,7 @@ def test_one_model_has_one_forecast_however_it_is_named(
     index = folder / "model.safetensors.index.json"
     weights = {"lm_head.weight": "model-00001-of-00001.safetensors"}
     index.write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weights}))
-    gguf = write_gguf(tmp_path / f"{name}.gguf", name)
+    gguf = gguf_of(tmp_path / f"{name}.gguf", name)
     named = {"name": name, "folder": folder, "json": folder / "config.json", "bare": bare}
     named |= {"index": index, "gguf": gguf}
     said, shipped = {}, {}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +35,31 @@ MATRIX = EXPERTS * HIDDEN * INNER
 
 def write_gguf(
     path: Path,
-    tensors: list[tuple[str, tuple[int, ...], Type]],
+    tensors: Iterable[tuple[str, tuple[int, ...], Type]],
     architecture: str = "qwen3moe",
     general: dict[str, str] | None = None,
+    file_type: int = 15,
     **changes: object,
 ) -> Path:
-    writer = GGUFWriter(path, architecture)
+    """Write a GGUF file that has all but the weights: a hole in their place."""
+    writer, total = GGUFWriter(path, architecture), 0
     for key, number in {**NUMBERS, **changes}.items():
         add: Any = writer.add_array if isinstance(number, list) else writer.add_uint32
-        add(f"{architecture}.{key}", number)
+        if number is not None:
+            add(f"{architecture}.{key}", number)
     for key, text in (general or {}).items():
         writer.add_string(f"general.{key}", text)
-    writer.add_file_type(15)
+    writer.add_file_type(file_type)
     for name, shape, kind in tensors:
         size = quant_shape_to_byte_shape(shape, kind)
-        data = np.zeros(size, dtype=np.uint8)
-        writer.add_tensor(name, data, raw_shape=size, raw_dtype=kind)
+        nbytes = math.prod(size)
+        writer.add_tensor_info(name, size, np.dtype(np.uint8), nbytes, raw_dtype=kind)
+        total += -(-nbytes // 32) * 32
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
     writer.close()
+    os.truncate(path, -(-path.stat().st_size // 32) * 32 + total)
     return path
 
 
