@@ -155,10 +155,9 @@ def same_card_note(name: str) -> str:
     """
     files, size = yaml_files("hardware", PROFILE_DIR), "-[0-9]+gb$"
     stem = re.sub(size, "", name)
-    alike = [each for each in files if re.sub(size, "", each) == stem] if name in files else []
-    if len(alike) > 1:
-        memory = load_hardware(name).memory_bytes
-        alike = [each for each in alike if load_hardware(each).memory_bytes == memory]
+    alike = [each for each in files if re.sub(size, "", each) == stem]
+    sizes = {each: load_hardware(each).memory_bytes for each in alike}
+    alike = [each for each in alike if sizes[each] == sizes.get(name)]
     if len(alike) < 2:
         return ""
     firsts = {each: files[each].read_text(encoding="utf-8").partition("\n")[0] for each in alike}

@@ -165,7 +165,7 @@ ALLOWED = {
         *("tiny/documents.py", "report/tables/page.py", "records/hardware.py", "cli/main.py"),
         *("harness/arguments.py", "algorithms/registry.py", "report/metrics.py"),
         # What the system or a run of ours wrote.
-        *("model/device.py", "model/precision/loading.py", "moecache_plan/detect.py"),
+        *("model/device.py", "moecache_plan/detect.py"),
         *("sweep/worker.py", "sweep/sharing.py"),
     },
     # Other ways to name a file would replace a device, a pipe or a link's target.
