@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lm_eval_moecache.engine.costs import Costs
-from lm_eval_moecache.records.event import DECODE
+from lm_eval_moecache.engine.setting import CONTEXT, Setting
+from lm_eval_moecache.records.event import DECODE, PREFILL
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.ledger import RequestRecord
@@ -95,3 +97,27 @@ def decode_waits(requests: Iterable[RequestRecord], num_layers: int) -> Waits | 
     steps = len(passes) * num_layers
     link_s = sum(p.stall_s for p in passes.values()) / steps
     return Waits(link_s, sum(p.host_wait_s for p in passes.values()) / steps)
+
+
+def s_mbu(requests: Sequence[RequestRecord], geometry: Geometry, setting: Setting) -> float | None:
+    """Return the share of the card's memory bandwidth that decoding uses (MoE-CAP's S-MBU).
+
+    Bytes of the dense weights, of the experts activated on the card (at the store's first
+    precision) and, under `attention=context`, of the KV caches, over the time of decoding x the
+    profile's bandwidth. 1 is the roof; what waits for the link is below it. None where nothing was
+    decoded, or that bandwidth is infinite.
+    """
+    decoded = {p.index: p for r in requests for p in r.passes if p.phase != PREFILL}
+    duration_s = sum(p.duration_s for p in decoded.values())
+    bandwidth = setting.hardware.memory_bytes_per_s
+    if not duration_s or math.isinf(bandwidth):
+        return None
+    per_expert = sum(levels[0] for levels in geometry.expert_bytes) / geometry.num_layers
+    on_card = sum(max(p.requests - p.avoided - p.host_executed, 0) for p in decoded.values())
+    nbytes = len(decoded) * sum(geometry.dense_bytes) + on_card * per_expert
+    if setting.attention == CONTEXT and setting.emulate is not None:
+        for request in requests:
+            steps = sum(p.phase != PREFILL for p in request.passes)
+            contexts = range(request.prompt_tokens + 1, request.prompt_tokens + steps + 1)
+            nbytes += sum(map(setting.emulate.kv_bytes, contexts))
+    return nbytes / (duration_s * bandwidth)

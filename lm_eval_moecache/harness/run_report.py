@@ -14,7 +14,7 @@ from lm_eval_moecache.algorithms.policy import Policy, choice_text
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.draft_stage import DraftStage
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.regime import decode_waits, regime_of
+from lm_eval_moecache.engine.regime import decode_waits, regime_of, s_mbu
 from lm_eval_moecache.engine.setting import FIFO
 from lm_eval_moecache.harness.arguments import Config
 from lm_eval_moecache.records.event import PREFILL
@@ -61,9 +61,15 @@ def run_report(
         "model": dataclasses.asdict(engine.geometry),
         **_regime(engine, config, requests),
         "warnings": settings_without_effect(by_task, config, engine.draft_stage),
-        "totals": task_metrics(requests, peak),
-        "tasks": {name: task_metrics(by_task[name], peak) for name in sorted(by_task)},
     }
+
+    def figures(part: Sequence[RequestRecord]) -> dict[str, Any]:
+        # Of this machine's memory no bandwidth is known.
+        roof = None if measured else s_mbu(part, engine.geometry, setting)
+        return task_metrics(part, peak) | {"s_mbu": roof}
+
+    report["totals"] = figures(requests)
+    report["tasks"] = {name: figures(by_task[name]) for name in sorted(by_task)}
     if measured is not None:
         link = {"link_bytes_per_s": config.throttle_bytes_per_s}
         report["hardware"] = {"name": measured["machine"], **link}

@@ -15,7 +15,7 @@ from lm_eval_moecache.algorithms.policy import load_policy
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.engine.bound import fewest_misses
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.regime import decode_waits, regime_of
+from lm_eval_moecache.engine.regime import decode_waits, regime_of, s_mbu
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config, read_config
@@ -283,7 +283,8 @@ class Replays:
         passes, requests, geometry = engine.ledger.passes, engine.ledger.requests, engine.geometry
         regime = regime_of(geometry, capacity.total_bytes, hardware)
         figures = _Found(
-            metrics=task_metrics(requests, engine.peak_cache_bytes),
+            metrics=task_metrics(requests, engine.peak_cache_bytes)
+            | {"s_mbu": s_mbu(requests, geometry, setting)},
             regime=regime.as_dict(decode_waits(requests, geometry.num_layers)),
             misses=sum(p.late + p.misses for p in passes),
             proposed=sum(p.predicted for p in passes),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from docs.hooks import metrics_table
+from lm_eval_moecache.engine.regime import s_mbu
 from lm_eval_moecache.records.event import DECODE, PREFILL, VERIFY
 from lm_eval_moecache.records.ledger import (
     COUNTED,
@@ -36,6 +37,7 @@ from lm_eval_moecache.report.metrics import (
     task_metrics,
     unique_passes,
 )
+from tests.engine.scripted import make_geometry, make_hardware, make_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -370,3 +372,19 @@ def test_every_count_is_made_something_of() -> None:
             cache_metrics([make_pass(0, DECODE, 0, 1, **c)]) for c in (others, incremented)
         )
         assert before != after, name
+
+
+def test_s_mbu_of_a_decode_step_worked_by_hand() -> None:
+    """Two layers of 200 dense bytes, experts of 100: (400 + 3 x 100) bytes in 2 s of 1,000 B/s."""
+    geometry = make_geometry(num_layers=2)
+    hardware = make_hardware(memory_bytes_per_s=1000.0)
+    setting = make_setting(geometry=geometry, hardware=hardware)
+    passes = [
+        make_pass(0, PREFILL, 0, 50, requests=9),
+        make_pass(1, DECODE, 50, 52, requests=6, avoided=2, host_executed=1),
+    ]
+    request = generation(passes, 2)
+    assert s_mbu([request], geometry, setting) == pytest.approx(0.35)
+    assert s_mbu([generation(passes[:1], 1)], geometry, setting) is None
+    endless = make_setting(geometry=geometry, hardware=make_hardware(memory_bytes_per_s=math.inf))
+    assert s_mbu([request], geometry, endless) is None
