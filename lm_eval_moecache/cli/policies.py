@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from lm_eval_moecache.algorithms.registry import (
     find_algorithm,
     parameters_of,
 )
-from lm_eval_moecache.records.command import Report, listed, terminal_width, wrapped
+from lm_eval_moecache.records.command import Report, listed, wrapped
 from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.hardware import profile_names
 from lm_eval_moecache.records.numbers import unknown_name_error
@@ -154,25 +153,18 @@ def meaning_of(parameter: str, doc: str) -> str:
 
 
 def _explained(explanation: Mapping[str, Any]) -> str:
-    width = terminal_width() - 1
-
-    def filled(text: str, indent: int) -> list[str]:
-        lead = " " * indent
-        return [textwrap.fill(text, width, initial_indent=lead, subsequent_indent=lead), ""]
-
     lines = []
     if (composition := explanation["composition"]) is not None:
-        lines += [textwrap.fill(f"policy={composition['name']}: {composition['source']}", width)]
+        lines += wrapped(f"policy={composition['name']}: {composition['source']}")
         lines += [f"phases={composition['phases']}", ""]
     for algorithm in explanation["algorithms"]:
         axis = algorithm["axis"]
-        head = f"{axis}={algorithm['name']}   ({algorithm['source']})"
-        lines += [textwrap.fill(head, width, subsequent_indent="  "), ""]
+        lines += [*wrapped(f"{axis}={algorithm['name']}   ({algorithm['source']})"), ""]
         for paragraph in algorithm["description"].split("\n\n"):
-            lines += filled(" ".join(paragraph.split()), 2)
+            lines += [*wrapped(" ".join(paragraph.split()), 2), ""]
         for parameter in algorithm["parameters"]:
             value, default = parameter["value"], parameter["default"]
             current = "" if value is None or value == default else f", here {value}"
             lines.append(f"  {axis}.{parameter['name']}={default}{current}   {parameter['type']}")
-            lines += filled(parameter["meaning"], 6)
+            lines += [*wrapped(parameter["meaning"], 6), ""]
     return "\n".join(lines).rstrip() + "\n"
