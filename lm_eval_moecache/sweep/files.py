@@ -22,7 +22,6 @@ from lm_eval_moecache.records.files import (
     PART,
     check_replaceable,
     check_writable,
-    parse_json,
     write_whole,
 )
 from lm_eval_moecache.records.numbers import finite
@@ -44,8 +43,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> Path:
     """
     path = folder / RUNS / f"{record['run_id']}.json"
     # `default`: lm-eval's own config holds a torch.dtype.
-    plain = parse_json(json.dumps(finite(record), default=str, allow_nan=False), str(path))
-    text = json.dumps(plain, indent=1, ensure_ascii=False)
+    text = json.dumps(finite(record), default=str, allow_nan=False, indent=1, ensure_ascii=False)
     write_whole(path, text + "\n")
     (folder / FAILED / f"{record['run_id']}.txt").unlink(missing_ok=True)
     with contextlib.suppress(OSError):

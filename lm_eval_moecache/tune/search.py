@@ -17,7 +17,6 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import policy_names
 from lm_eval_moecache.harness.tasks import HIGHER_IS_BETTER
 from lm_eval_moecache.records.files import check_replaceable, write_whole
-from lm_eval_moecache.records.hardware import RENAMED
 from lm_eval_moecache.records.ledger import GENERATE
 from lm_eval_moecache.sweep.evaluation import answers_of, leaf_tasks
 from lm_eval_moecache.sweep.files import only_sweep
@@ -334,7 +333,6 @@ def open_study(
         ) from error
     question = {**dataclasses.asdict(objective), "tasks": list(objective.tasks), **(reads or {})}
     recorded = {**question, **recorded}
-    recorded["hardware"] = RENAMED.get(recorded["hardware"], recorded["hardware"])
     for key, value in question.items():
         if recorded[key] != value:
             if key in (reads or {}):
