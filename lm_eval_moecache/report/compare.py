@@ -533,8 +533,9 @@ def _trade(task: str, old: Run, new: Run) -> str | None:
     if min(token, length) < 1 + _NOTABLE:
         return None
     times = f"{answer:.2f} times as fast" if answer >= 1 else f"{1 / answer:.2f} times as slow"
-    hours = [run[f"right_per_hour@{task}"].number for run in (old, new)]
-    told = "" if None in hours else "; right answers an hour {:.0f} -> {:.0f}".format(*hours)
+    rates = [run[f"right_per_hour@{task}"].number for run in (old, new)]
+    hours = [f"{rate:.0f}" for rate in rates if rate is not None]
+    told = f"; right answers an hour {hours[0]} -> {hours[1]}" if hours[1:] else ""
     return (
         f"{task}: {token:.2f} times as fast a token (tok/s {rate:.1f} -> {new_rate:.1f}) but "
         f"{times} an answer ({time:.0f} -> {new_time:.0f} ms), as answers are {length:.2f} times "

@@ -114,7 +114,7 @@ def leaderboard(
         for i in group:
             if not knows_the_future(ordered[i]):
                 parts[place_of(ordered[i], by)].append(i)
-        ranked += parts.values()
+        ranked += [rows for rows in parts.values() if len(rows) > 1]
     rows = [[run[column.name] for column in table_columns] for run in ordered]
     if PARETO in names:
         axes = [find_column(runs, name) for name in (ACCURACY, speed)]
