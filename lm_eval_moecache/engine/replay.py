@@ -124,11 +124,11 @@ def _check_scans(trace: Trace | StreamedTrace, setting: Setting) -> None:
 
 def _serve(engine: Engine, part: Trace, needs: Needs, first: int, last: int, is_scan: bool) -> None:
     """Serve passes `first` to `last` (excluded) of a part, or a scanned text of so many tokens."""
-    if is_scan:
-        _scan(engine, part, needs, first, last)
-        return
     num_layers = part.geometry.num_layers
     batch = _batch_of(part, needs, first, last, engine.wants_positions)
+    if is_scan:
+        _scan(engine, batch)
+        return
     proposed, next_use = _recorded(part, needs, first, last), None
     if engine.eviction.is_offline and engine.future is not None:
         events = slice(first * num_layers, last * num_layers + 1)
@@ -212,18 +212,13 @@ def _predictions(
     return targets, values.astype(np.float32)
 
 
-def _scan(engine: Engine, part: Trace, needs: Needs, first: int, last: int) -> None:
-    """Serve the passes of a scanned text layer by layer, like the live run."""
-    num_layers, columns = part.geometry.num_layers, part.columns
-    engine.begin_scan(last - first)
-    for layer in range(num_layers):
-        rows = part.row_bounds[np.arange(first, last) * num_layers + layer]
-        given: dict[str, Any] = {"experts": columns.experts[rows].astype(np.int64)}
-        if columns.weights is not None:
-            given["weights"] = columns.weights[rows]
-        if needs.logits and part.logits is not None:
-            given["logits"] = part.logits[rows].astype(np.float32)
-        engine.scan(Batch(DECODE, 1, first_layer=layer, **given))
+def _scan(engine: Engine, batch: Batch) -> None:
+    """Serve the passes of a scanned text, of a token each, layer by layer like the live run."""
+    engine.begin_scan(batch.num_passes)
+    for layer in range(batch.num_layers):
+        own = slice(layer, None, batch.num_layers)
+        scores: dict[str, Any] = {"weights": batch.weights[own], "logits": batch.logits[own]}
+        engine.scan(Batch(DECODE, 1, batch.experts[own], first_layer=layer, **scores))
     engine.end_scan()
 
 

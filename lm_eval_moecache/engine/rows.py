@@ -176,7 +176,7 @@ class Rows:
             known = None if proposed is None else (proposed, np.array([0, len(proposed)]))
             self._serve_decided(batch, ENTER | CLOSE, known)
             return self.changed(batch.experts)
-        places = range(len(batch.experts) + 1) if bounds is None else bounds.tolist()
+        places: Any = range(len(batch.experts) + 1) if bounds is None else bounds.tolist()
         event = Event(
             *(layer, self.phase, self.passes.tolist(), self._num_experts),
             *(batch.experts, batch.weights, batch.logits, places, self._resident, self._absent),
@@ -381,32 +381,28 @@ class Rows:
         miss: Any = self._rules.miss
         return miss.changed(self.executed, experts) if self._resolves else Selection(self.executed)
 
-    def _give_choices(self, given: Event | Batch, budget: IntArray | None) -> None:
+    def _give_choices(self, batch: Batch, budget: IntArray | None) -> None:
         """Let the kernel ask the loop of routing or of misses, for any events with these tokens.
 
         `budget` is what the miss rule allows each token [tokens].
         """
-        self._give_choice(given, given.experts, given.experts)
-        self._call.changes = 0
-        routing, miss = self._rules.routing, self._rules.miss
+        routing, miss, call = self._rules.routing, self._rules.miss, self._call
+        looked_up = executed = batch.experts
+        if self._routes or self._resolves:
+            executed = np.empty(batch.experts.shape, np.int64)
+        call.changes = 0
         if self._routes:
             assert isinstance(routing, RoutingByCost), "routing without a loop"
-            self.executed = np.empty(given.experts.shape, np.int64)
-            own = [engine.rules.routing for engine in self.engines]
-            loop: Loop = routing.give(given, own, resident=self._resident, chosen=self.executed)
-            self._give(looked_up=self.executed)
-            self._call.route, self._call.routing = loop.addresses
+            looked_up, own = executed, [engine.rules.routing for engine in self.engines]
+            loop: Loop = routing.give(batch, own, resident=self._resident, chosen=executed)
+            call.route, call.routing = loop.addresses
         elif self._resolves:
-            assert isinstance(miss, SubstitutingMiss) and budget is not None, (
-                "misses without a loop"
-            )
-            self.executed = np.empty(given.experts.shape, np.int64)
+            assert isinstance(miss, SubstitutingMiss), "misses without a loop"
+            assert budget is not None, "misses without a budget"
             flags = {"resident": self._resident, "absent": self._absent}
-            loop = miss.give(given, budget, chosen=self.executed, **flags)
-            self._call.replace, self._call.replacing = loop.addresses
-        else:
-            return
-        self._give(executed=self.executed)
+            loop = miss.give(batch, budget, chosen=executed, **flags)
+            call.replace, call.replacing = loop.addresses
+        self._give_choice(batch, looked_up, executed)
 
     def _give_predictions(self, batch: Batch) -> None:
         """Let it ask the prefetcher's loop, with predictions by event."""
