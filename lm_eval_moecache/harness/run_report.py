@@ -202,8 +202,8 @@ def idle_prefetch(policy: Policy, cache_reset: str, proposed: int) -> list[str]:
 # --- the speed table ---
 
 _COLUMNS = (
-    *("requests", "ttft_ms", "tpot_ms", "tok_per_s", "hit_rate", "miss_rate", "late_rate"),
-    *("collision_miss_rate", "decode_miss_rate", "stall_ms_per_token", "bytes_moved"),
+    *("requests", "e2el_ms", "output_tokens", "ttft_ms", "tpot_ms", "tok_per_s", "miss_rate"),
+    *("decode_miss_rate", "stall_ms_per_token", "bytes_moved"),
 )
 _MEANS = (
     "Rates and tok/s are of all requests together, so that long ones count for more; "
