@@ -72,18 +72,15 @@ def make_trace(num_requests: int, num_experts: int) -> Trace:
     return decode_trace(experts, weights, num_experts, **sizes, predicted=predicted)
 
 
-def measure(trace: Trace, future: Future, policy: str, overrides: Any) -> tuple[float, bool]:
-    """Return requests per second of CPU time, and whether machine code served them."""
-    # Imports numba, which reads where code is kept as it is imported.
-    from lm_eval_moecache.records.machine_code import JITS
-
+def measure(trace: Trace, future: Future, policy: str, overrides: Any) -> float:
+    """Return requests per second of CPU time."""
     setting = setting_of(trace.geometry, "25%", overrides, policy=policy)
     start = time.process_time()
     replay(trace, setting, future=future, cache_reset="never")
-    return len(trace.keys) / (time.process_time() - start), JITS
+    return len(trace.keys) / (time.process_time() - start)
 
 
-def bulk(trace: Trace, slots: int) -> tuple[float, bool]:
+def bulk(trace: Trace, slots: int) -> float:
     """Return requests per second of libCacheSim's LRU, which reads the trace in bulk."""
     kind = [("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")]
     rows = np.zeros(len(trace.keys), np.dtype(kind))
@@ -94,10 +91,10 @@ def bulk(trace: Trace, slots: int) -> tuple[float, bool]:
         reader = libcachesim.TraceReader(str(file), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
         start = time.process_time()
         libcachesim.LRU(cache_size=slots).process_trace(reader)
-        return len(rows) / (time.process_time() - start), True
+        return len(rows) / (time.process_time() - start)
 
 
-def one_by_one(trace: Trace, slots: int) -> tuple[float, bool]:
+def one_by_one(trace: Trace, slots: int) -> float:
     """Return requests per second of libCacheSim's LRU, called from Python for each request."""
     keys = trace.keys[:200_000].tolist()
     requests = [libcachesim.Request(obj_id=key + 1, obj_size=1) for key in keys]
@@ -105,7 +102,7 @@ def one_by_one(trace: Trace, slots: int) -> tuple[float, bool]:
     start = time.process_time()
     for request in requests:
         cache.get(request)
-    return len(keys) / (time.process_time() - start), True
+    return len(keys) / (time.process_time() - start)
 
 
 def rows_of(num_requests: int, num_experts: int, rounds: int) -> Iterator[list[str]]:
@@ -113,20 +110,18 @@ def rows_of(num_requests: int, num_experts: int, rounds: int) -> Iterator[list[s
     trace = make_trace(num_requests, num_experts)
     future, slots = Future(trace), NUM_LAYERS * num_experts // 4
     cases = {name: partial(measure, trace, future, *case) for name, *case, _ in CASES}
-    rivals: dict[str, Callable[[], tuple[float, bool]]] = {}
+    rivals: dict[str, Callable[[], float]] = {}
     if libcachesim is not None:
         rivals["libCacheSim LRU, bulk"] = partial(bulk, trace, slots)
         rivals["libCacheSim LRU, a call each"] = partial(one_by_one, trace, slots)
     runners, bars = rivals | cases, {name: str(bar) for name, *_, bar in CASES}
     timings = [{name: runner() for name, runner in runners.items()} for _ in range(rounds)]
-    rates = {name: [timing[name][0] / 1e6 for timing in timings] for name in runners}
+    rates = {name: [timing[name] / 1e6 for timing in timings] for name in runners}
     for name, speeds in rates.items():
         ratio = f"{median(speeds) / median(next(iter(rates.values()))):.2f}" if rivals else ""
-        is_compiled = timings[0][name][1]
-        compiled = "C" if name in rivals else "yes" if is_compiled else "no"
         spread = f"{min(speeds):.2f} to {max(speeds):.2f}"
         shape = f"{num_requests:,}", str(num_experts)
-        yield [*shape, name, f"{median(speeds):.2f}", spread, ratio, bars.get(name, ""), compiled]
+        yield [*shape, name, f"{median(speeds):.2f}", spread, ratio, bars.get(name, "")]
 
 
 def main() -> None:
@@ -140,7 +135,7 @@ def main() -> None:
     print(f"first use on a machine, importing numba and 2,000,000 requests: {seconds:.1f} s")
     axes = (map(int, text.split(",")) for text in (options.requests, options.experts))
     rows = [row for shape in product(*axes) for row in rows_of(*shape, options.rounds)]
-    heads = ["requests", "experts", "case", "M/s", "range", "of bulk", "bar", "compiled"]
+    heads = ["requests", "experts", "case", "M/s", "range", "of bulk", "bar"]
     text = padded(heads, rows)
     print(text)
     if options.out:

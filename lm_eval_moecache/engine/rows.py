@@ -178,9 +178,10 @@ class Rows:
             return self.changed(batch.experts)
         places: Any = range(len(batch.experts) + 1) if bounds is None else bounds.tolist()
         event = Event(
-            *(layer, self.phase, self.passes.tolist(), self._num_experts),
-            *(batch.experts, batch.weights, batch.logits, places, self._resident, self._absent),
-            *((), batch.predicted_at(), weigh),
+            *(layer, self.phase, self.passes.tolist(), self._num_experts, batch.experts),
+            *(batch.weights, batch.logits, places, self._resident, self._absent),
+            predicted=batch.predicted_at(),
+            weigh=weigh,
         )
         self._do(ENTER, layer, layer + 1)
         looked_up, executed, selection, levels = self._decided(event)
