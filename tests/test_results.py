@@ -155,4 +155,4 @@ def test_each_setting_stands_once(demo: list[Run]) -> None:
     assert distinct([*demo, other]) == [*demo, other], "where it starts is part of a policy"
     [board, *_] = collect(RESULTS)
     assert BOARD["distinct"] is True
-    assert 0 < len(board.rows) <= len(distinct(load_runs(RESULTS)))
+    assert 0 < len(board.cells) <= len(distinct(load_runs(RESULTS)))

@@ -29,7 +29,7 @@ class Option(Schema):
     """A row of `generation.yaml`, which explains the columns."""
 
     way: str = TOGETHER
-    off: list[Any] = Field([])
+    off: list[Any] = Field(default_factory=list)
     count: int | None = None
     number: dict[str, Any] | None = None
     asked: Literal["drafts", "never"] | None = None
