@@ -40,16 +40,8 @@ TINY_DRAFT = "tiny-draft"
 _LONGEST_ID = 96
 """Most characters of a model's name on the hub."""
 _PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def is_file(path: str | Path) -> bool:
-    """Whether there is such a file; False also for names that no file system allows."""
-    return os.path.isfile(path)
-
-
-def exists(path: str | Path) -> bool:
-    """Whether there is such a file or folder."""
-    return os.path.exists(path)
+is_file, exists = os.path.isfile, os.path.exists
+"""Unlike pathlib's, False also for names that no file system allows."""
 
 
 def open_file(path: str | Path, what: str, most: int | None = None) -> BinaryIO:

@@ -80,11 +80,10 @@ def parse_bandwidth(text: object, key: str = "bandwidth", least: float = 0) -> f
         )
     bare = _bare_number(str(text).strip())
     rate = _size(body if bare is None else f"{body}GB")
-    number = (bare or 0) / 1e9 if bare is not None and bare > _MOST_BARE else None
     noun = "bandwidth" if key == "bandwidth" else "rate"
     problem = f"is not a {noun}.{_whole_unit(body, '/s')}"
-    if number is not None:
-        problem = f"has no unit, and is no rate in GB/s. Did you mean '{number:.4g}GB/s'?"
+    if bare and bare > _MOST_BARE:
+        problem = f"has no unit, and is no rate in GB/s. Did you mean '{bare / 1e9:.4g}GB/s'?"
     elif rate and rate < least:
         problem = f"is {rate} bytes a second. Did you mean '{body.rstrip('kKMGTiIbB ')}GB/s'?"
     elif rate and rate > _FASTEST:
