@@ -31,7 +31,7 @@ METRICS: dict[str, Any] = {
     "requests": 3,
     "ttft_ms": {"mean": 1.5, "p50": 1.0, "p90": 2.0, "p99": 2.0},
     "tok_per_s": None,
-    "hit_rate": 0.25,
+    "miss_rate": 0.75,
     "bytes_moved": 1_500_000,
 }
 REPORT: dict[str, Any] = {
