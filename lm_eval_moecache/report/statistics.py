@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ DRAWS = 20_000
 """Sign patterns drawn by a permutation test; samples with fewer patterns are tested exactly."""
 
 
+@lru_cache(maxsize=4096)
 def sign_test(better: int, worse: int) -> float:
     """Return the one-sided p-value of the sign test: at least `worse` losses in coin tosses.
 

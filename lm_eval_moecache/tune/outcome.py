@@ -53,7 +53,7 @@ def outcome_of(
             return True
         if (e["speed"], e["accuracy"]) == (other["speed"], other["accuracy"]):
             return True
-        one, another = (Sampled(x["accuracy"], x["stderr"] or 0.0, {}) for x in (e, other))
+        one, another = (Sampled(x["accuracy"], x["stderr"] or 0.0) for x in (e, other))
         return keeps_score(one, another, e["is_lossless"], other["is_lossless"])
 
     best = fastest(within_budget)

@@ -29,12 +29,12 @@ from tests.conftest import Moecache
 from tests.report.runs import leaderboard_of_four, record, write
 
 MARKDOWN = """\
-| Policy | Capacity | quiz acc | TTFT ms | tok/s | Miss | Pareto |
+| Policy | Capacity | quiz acc | tok/s | TTFT ms | Miss | Pareto |
 | --- | --- | --: | --: | --: | --: | :-: |
-| on_demand | 50% | 0.750 ±0.250 | 2.000 | 120.0 | 0.2000 |  |
-| on_demand | 5% | 0.750 ±0.250 | 2.000 | 80.0 | 0.6000 |  |
-| specmd | 50% | 0.500 ±0.289 | 2.000 | 200.0 | 0.1000 | * |
-| specmd | 5% | 0.250 ±0.250 | 2.000 | 90.0 | 0.5000 |  |
+| on_demand | 50% | 0.750 ±0.250 | 120.0 | 2.000 | 0.2000 |  |
+| on_demand | 5% | 0.750 ±0.250 | 80.0 | 2.000 | 0.6000 |  |
+| specmd | 50% | 0.500 ±0.289 | 200.0 | 2.000 | 0.1000 | * |
+| specmd | 5% | 0.250 ±0.250 | 90.0 | 2.000 | 0.5000 |  |
 
 `*`: Pareto front: each row at least as fast scores over 1 point lower, by a test over the \
 documents (p ≤ 0.05). A lossless row is on it unless a row at least as fast scores no lower and is \

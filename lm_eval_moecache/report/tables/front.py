@@ -6,12 +6,14 @@ Three documents of forty are no difference, nor are they equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from lm_eval_moecache.report.metrics import Column
 from lm_eval_moecache.report.runs.run import Run
-from lm_eval_moecache.report.statistics import holm, sign_test, tango_score, z_test
+from lm_eval_moecache.report.statistics import Floats, holm, sign_test, tango_score, z_test
 
 ALPHA = 0.05
 """Significance level at which a value counts as worse than the best of its column."""
@@ -20,14 +22,15 @@ MARGIN = 0.01
 
 
 class Sampled(NamedTuple):
-    """A run's value in a column, its standard error (0 for none), and its samples.
+    """A run's value in a column, its standard error (0 for none), and its samples by document.
 
     Higher is better: the sign is flipped for columns in which it is not.
     """
 
     figure: float
     stderr: float
-    samples: Mapping[str, float]
+    documents: tuple[str, ...] = ()
+    samples: Floats = np.empty(0)
 
     def is_worse(self, best: Sampled) -> float:
         """Return the one-sided p-value of being worse than `best`.
@@ -36,10 +39,9 @@ class Sampled(NamedTuple):
         for speeds, documents of one batch are one), else from the standard errors. Figures with
         neither are counts: any difference is real.
         """
-        samples, best_samples = self.samples, best.samples
-        if samples and samples.keys() == best_samples.keys():
-            losses = [best_samples[doc] - samples[doc] for doc in samples]
-            return sign_test(sum(x < 0 for x in losses), sum(x > 0 for x in losses))
+        if self.documents and self.documents == best.documents:
+            won, lost = self.samples > best.samples, self.samples < best.samples
+            return sign_test(int(won.sum()), int(lost.sum()))
         return z_test(best.figure - self.figure, math.hypot(self.stderr, best.stderr))
 
     @property
@@ -53,20 +55,16 @@ class Sampled(NamedTuple):
         Small where it is shown not worse (non-inferiority): over the documents of both by Tango's
         score for right and wrong, else by the standard error of the difference.
         """
-        samples, others = self.samples, other.samples
         stderr = math.hypot(self.stderr, other.stderr)
-        if len(samples) > 1 and samples.keys() == others.keys():
-            gains = [samples[doc] - others[doc] for doc in samples]
-            if all(gain in (-1, 0, 1) for gain in gains):
-                distance = tango_score(
-                    gains.count(1), gains.count(-1), len(gains), -min(other.margin, 0.99)
-                )
+        if len(self.documents) > 1 and self.documents == other.documents:
+            gains = self.samples - other.samples
+            won, lost = int((gains == 1).sum()), int((gains == -1).sum())
+            if won + lost == np.count_nonzero(gains):
+                distance = tango_score(won, lost, len(gains), -min(other.margin, 0.99))
                 return z_test(distance, 1.0)
-            mean = math.fsum(gains) / len(gains)
-            spread = math.fsum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1)
             # Scores of texts are log-likelihoods here, and the table's figure is not their mean.
-            if math.isclose(mean, self.figure - other.figure, abs_tol=1e-9):
-                stderr = math.sqrt(spread / len(gains))
+            if math.isclose(gains.mean(), self.figure - other.figure, abs_tol=1e-9):
+                stderr = math.sqrt(gains.var(ddof=1) / len(gains))
         # Without an error nothing is shown.
         return z_test(self.figure - other.figure + other.margin, stderr) if stderr else 1.0
 
@@ -79,8 +77,9 @@ def _sampled(runs: Sequence[Run], group: Sequence[int], column: Column) -> dict[
         value = runs[i][column.name]
         if value.number is not None:
             samples = runs[i].documents(column.name)
-            samples = {doc: sign * figure for doc, figure in samples.items()}
-            by_row[i] = Sampled(sign * value.number, value.stderr or 0.0, samples)
+            documents = tuple(sorted(samples))
+            values = sign * np.asarray([samples[doc] for doc in documents])
+            by_row[i] = Sampled(sign * value.number, value.stderr or 0.0, documents, values)
     return by_row
 
 
@@ -94,7 +93,7 @@ def best_rows(runs: Sequence[Run], group: Sequence[int], column: Column) -> set[
     sampled = {} if column.higher_is_better is None else _sampled(runs, group, column)
     if len({row.figure for row in sampled.values()}) < 2:
         return set()
-    if not any(row.samples or row.stderr for row in sampled.values()):
+    if not any(row.documents or row.stderr for row in sampled.values()):
         return set()  # nothing to test: a percentile, a rate of one phase, the fidelity
     best = max(sampled.values(), key=lambda row: row.figure)
     chances = holm([row.is_worse(best) for row in sampled.values()])
