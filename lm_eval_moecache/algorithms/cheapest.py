@@ -11,6 +11,7 @@ import numpy as np
 from lm_eval_moecache.algorithms.choosing import Answer, Asked, Loop, sort_experts
 from lm_eval_moecache.records.arrays import IntArray, each_token
 from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import (
     DOUBLES,
     FLAGS,
@@ -196,14 +197,13 @@ def cheapest_of_token(given: Ranking, token: int) -> int:
 class Cheapest(Loop):
     """`take_cheapest` by a rule's cost."""
 
-    def __init__(self, cost: RankCost, num_experts: int, top_k: int) -> None:
-        shape = {"num_experts": num_experts, "top_k": top_k}
-        super().__init__(sys.modules[__name__], "take_cheapest", Ranking, **shape)
+    def __init__(self, cost: RankCost, geometry: Geometry) -> None:
+        super().__init__(sys.modules[__name__], "take_cheapest", Ranking, geometry)
         self.ask(cost, expert=Ranked, seen=Seen)
         self.give(
-            ranked=np.zeros(num_experts, np.int64),
-            sorted=np.zeros(num_experts, np.float32),
-            best=np.zeros(3 * top_k),
+            ranked=np.zeros(geometry.num_experts, np.int64),
+            sorted=np.zeros(geometry.num_experts, np.float32),
+            best=np.zeros(3 * geometry.top_k),
         )
 
 

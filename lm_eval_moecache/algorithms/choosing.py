@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lm_eval_moecache.records.event import Event
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import (
     DOUBLES,
     FLAGS,
@@ -75,9 +76,12 @@ class Loop:
     last one's successor; it returns how many entries it has changed, or keys it has found.
     """
 
-    def __init__(self, module: ModuleType, entry: str, kind: type[Any], **given: Any) -> None:
+    def __init__(
+        self, module: ModuleType, entry: str, kind: type[Any], geometry: Geometry, **given: Any
+    ) -> None:
         self._code, self._entry = module, entry
-        self.record = make_record(kind, **given)
+        sizes = {"num_experts": geometry.num_experts, "top_k": geometry.top_k}
+        self.record = make_record(kind, **sizes, **given)
         self._kept: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         """Name of a field -> the array that it points to as it was given."""

@@ -159,8 +159,8 @@ class Likeliest(Loop):
 
     def __init__(self, geometry: Geometry, **given: Any) -> None:
         num_layers, num_experts = geometry.num_layers, geometry.num_experts
-        shape = {"num_layers": num_layers, "num_experts": num_experts, "top_k": geometry.top_k}
-        super().__init__(sys.modules[__name__], "propose", Proposing, **shape, **given)
+        given |= {"num_layers": num_layers}
+        super().__init__(sys.modules[__name__], "propose", Proposing, geometry, **given)
         self.keys: IntArray = np.zeros(num_layers * num_experts, np.int64)
         self.give(
             keys=self.keys,

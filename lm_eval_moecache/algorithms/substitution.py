@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm_eval_moecache.algorithms.choosing import Answer, Asked, Loop
+from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.memory import (
     DOUBLES,
     FLAGS,
@@ -187,8 +188,7 @@ class Substitution(Loop):
     spent.
     """
 
-    def __init__(self, cost: SubstituteCost, num_experts: int, top_k: int) -> None:
-        shape = {"num_experts": num_experts, "top_k": top_k}
-        super().__init__(sys.modules[__name__], "take_substitutes", Replacing, **shape)
+    def __init__(self, cost: SubstituteCost, geometry: Geometry) -> None:
+        super().__init__(sys.modules[__name__], "take_substitutes", Replacing, geometry)
         self.ask(cost, missing=Missing, substitute=Substitute)
-        self.give(factors=np.zeros(num_experts))
+        self.give(factors=np.zeros(geometry.num_experts))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import entropy
 from torch import Tensor, nn
 
 from lm_eval_moecache.harness.preflight import check_draft
@@ -188,6 +189,5 @@ def _counts_before(chosen_TE: Array) -> Array:
 
 def _entropy(logits_TE: Array) -> Array:
     """Return the entropy of each token's distribution over experts, in bits."""
-    shares: Array = softmax(logits_TE.astype(np.float32)).astype(np.float64)
-    bits: Array = -(shares * np.log2(np.maximum(shares, 1e-30))).sum(axis=-1)
-    return bits
+    shares = softmax(logits_TE.astype(np.float32)).astype(np.float64)
+    return np.asarray(entropy(shares, base=2, axis=-1))

@@ -236,11 +236,6 @@ def test_neighbours_are_counted_inside_a_text() -> None:
     assert (triple["activated"], triple["if_independent"], triple["any_common"]) == (1, 0.875, 0)
 
 
-def test_entropy_of_a_sure_and_of_an_even_choice() -> None:
-    assert drafting._entropy(np.array([[0.0, 0.0, 0.0, 0.0]])) == pytest.approx(2.0)
-    assert drafting._entropy(np.array([[50.0, 0.0, 0.0, 0.0]])) == pytest.approx(0.0, abs=1e-6)
-
-
 def test_the_model_as_its_own_draft_is_always_right(analyzed: AnalyzedModel) -> None:
     for row in drafted(analyzed, "tiny")["drafting"]:
         # Not 1: the router and the sort break ties of bfloat16 gate logits differently, and

@@ -213,7 +213,7 @@ class SubstitutingMiss(MissOverRows):
     @cached_property
     def loop(self) -> Substitution:
         """The loop over tokens and their absent experts."""
-        loop = Substitution(self.cost(), self.geometry.num_experts, self.geometry.top_k)
+        loop = Substitution(self.cost(), self.geometry)
         loop.record.reuse, loop.record.forwards = self.reuse, int(self.order == "heaviest")
         loop.record.drops = int(self.fallback == "drop")
         return loop

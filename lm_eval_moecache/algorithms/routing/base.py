@@ -68,7 +68,7 @@ class RoutingByCost(RoutingOverRows):
     @cached_property
     def loop(self) -> Cheapest:
         """The loop over tokens and ranks."""
-        return Cheapest(self.cost(), self.geometry.num_experts, self.geometry.top_k)
+        return Cheapest(self.cost(), self.geometry)
 
     def give(self, given: Event | Batch, own: Sequence[Any], **arrays: Any) -> Cheapest:
         """Give the loop tokens, of rows with these rules, and more arrays of its record."""
