@@ -15,7 +15,7 @@ from lm_eval_moecache.records.command import Options, Report, with_options
 from lm_eval_moecache.records.files import write_whole
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.numbers import finite, unknown_name_error
-from lm_eval_moecache.records.ranges import Count, Share
+from lm_eval_moecache.records.ranges import Count, Range, Share
 from lm_eval_moecache.records.sizes import is_per_layer, parse_capacity
 from lm_eval_moecache.report.tables.text import rows_as_markdown
 
@@ -51,6 +51,7 @@ _OPTIONS: Mapping[str, tuple[Any, str]] = {
     "draft": (str, "the draft model"),
     "lambda": (float, "of cache_prior"),
 }
+_OF_A_MODEL = {"layer": Range(least=0, below="num_layers"), "rank": Range(least=1, most="top_k")}
 
 
 def _options() -> Options:
@@ -141,12 +142,7 @@ def _settled(analysis: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_sizes(options: Mapping[str, Any], geometry: Geometry) -> None:
     """Raise ValueError for a layer, rank or capacity that this model does not have."""
-    if "layer" in options and not 0 <= options["layer"] < geometry.num_layers:
-        last = geometry.num_layers - 1
-        raise ValueError(f"layer={options['layer']} must lie between 0 and {last}.")
-    if "rank" in options and not 1 <= options["rank"] <= geometry.top_k:
-        raise ValueError(
-            f"rank={options['rank']} must lie between 1 and the router's top_k={geometry.top_k}."
-        )
+    for key, allowed in _OF_A_MODEL.items():
+        allowed.check(key, options.get(key), geometry)
     if "capacity" in options:
         parse_capacity(options["capacity"], geometry)

@@ -179,8 +179,7 @@ def losses_text(found: Mapping[str, Any]) -> str:
     tables = [padded(heads, forms), padded((*titles, "no loss errs", "range holds"), rules)]
     last = f"No forecast, too few models: {'; '.join(none)}."
     if untested:
-        last += (
-            f" Forecast from only three models, so not tested on a fourth: {'; '.join(untested)}."
-        )
+        only = "Forecast from only three models, so not tested on a fourth"
+        last += f" {only}: {'; '.join(untested)}."
     parts = ["\n".join(wrapped(intro)), tables[0].strip(), "\n".join(wrapped(about))]
     return "\n\n".join([*parts, tables[1].strip(), "\n".join(wrapped(last))]) + "\n"

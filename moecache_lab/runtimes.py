@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lm_eval_moecache.records.command import Report
 from lm_eval_moecache.records.files import traces_dir, write_whole
 from lm_eval_moecache.records.runtimes import MECHANISMS_FILE
@@ -45,17 +47,16 @@ def profile_runtimes(
 def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Plot predicted against measured decode speeds, a colour a mechanism."""
     figure, (axes,) = new_figure()
-    speeds = [1.0, *(row["measured_tok_s"] for row in rows if row["measured_tok_s"])]
+    told = pd.DataFrame([row for row in rows if row["measured_tok_s"]])
+    speeds = [1.0, *told["measured_tok_s"]]
     ends = [min(speeds) / 1.5, max(speeds) * 1.5]
     axes.fill_between(
         ends, [e / 1.5 for e in ends], [e * 1.5 for e in ends], alpha=0.12, label="within 1.5 times"
     )
     axes.plot(ends, ends, color="black", linewidth=0.8)
-    for index, name in enumerate(dict.fromkeys(row["mechanism"] for row in rows)):
-        points = [row for row in rows if row["mechanism"] == name and row["measured_tok_s"]]
-        x = [row["measured_tok_s"] for row in points]
-        y = [row["predicted_tok_s"] for row in points]
-        axes.plot(x, y, **{**look(index), "linestyle": "none"}, label=name)
+    for index, (name, points) in enumerate(told.groupby("mechanism", sort=False)):
+        sides = points["measured_tok_s"], points["predicted_tok_s"]
+        axes.plot(*sides, **{**look(index), "linestyle": "none"}, label=name)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     axes.set(xlabel="measured, tok/s", ylabel="predicted, tok/s")
     axes.legend()

@@ -7,11 +7,12 @@ written. Letters: T tokens, V vocabulary, K experts per token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -107,19 +108,18 @@ def analyze(
 
 def figures(windows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return perplexity and agreements over all tokens of some windows."""
-    tokens, kl = (np.array([w[key] for w in windows], dtype=np.float64) for key in ("tokens", "kl"))
-    mean = kl.sum() / tokens.sum()
-    loss, same_top, routes = (
-        float(sum(w[key] for w in windows) / tokens.sum()) for key in ("loss", "same_top", "routes")
-    )
+    frame = pd.DataFrame(windows)
+    tokens = int(frame["tokens"].sum())
+    means = {name: float(total / tokens) for name, total in frame.sum().items()}
+    # That of a ratio of sums over windows, as windows differ in length.
+    residuals = (frame["kl"] - means["kl"] * frame["tokens"]).to_numpy()
     return {
-        "tokens": int(tokens.sum()),
-        "perplexity": float(np.exp(loss)),
-        "kl": float(mean),
-        # That of a ratio of sums over windows, as windows differ in length.
-        "kl_stderr": clustered_stderr(kl - mean * tokens, range(len(windows)), tokens.sum()),
-        "top1_agreement": same_top,
-        "route_agreement": routes,
+        "tokens": tokens,
+        "perplexity": math.exp(means["loss"]),
+        "kl": means["kl"],
+        "kl_stderr": clustered_stderr(residuals, range(len(windows)), tokens),
+        "top1_agreement": means["same_top"],
+        "route_agreement": means["routes"],
     }
 
 

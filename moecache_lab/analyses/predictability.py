@@ -209,9 +209,9 @@ def _by_layer(judged: pd.DataFrame) -> Rows:
         {
             "layer": layer,
             "target": target,
-            "set_by_certainty": _correlation(tokens[PREDICTOR], tokens["certainty"]),
-            "first_by_certainty": _correlation(tokens["first"], tokens["certainty"]),
-            "set_by_gap": _correlation(tokens[PREDICTOR], tokens["gap"]),
+            "set_by_certainty": _correlation(tokens, PREDICTOR, "certainty"),
+            "first_by_certainty": _correlation(tokens, "first", "certainty"),
+            "set_by_gap": _correlation(tokens, PREDICTOR, "gap"),
         }
         for (layer, target), tokens in judged.groupby(["layer", "target"])
     ]
@@ -225,24 +225,22 @@ def _by_document(judged: pd.DataFrame) -> Rows:
     """
     sides = judged[[PREDICTOR, "certainty"]]
     means = sides.groupby(judged["layer"]).transform(lambda side: side.to_numpy().mean())
-    rows = []
-    for prompt, tokens in judged.groupby("prompt"):
-        within = (sides - means)[judged["prompt"] == prompt]
-        rows.append(
-            {
-                "prompt": prompt,
-                "tokens": len(tokens),
-                "set_by_certainty": _correlation(tokens[PREDICTOR], tokens["certainty"]),
-                "within_layers": _correlation(within[PREDICTOR], within["certainty"]),
-                "set_by_gap": _correlation(tokens[PREDICTOR], tokens["gap"]),
-            }
-        )
-    return rows
+    within = dict(list((sides - means).groupby(judged["prompt"])))
+    return [
+        {
+            "prompt": prompt,
+            "tokens": len(tokens),
+            "set_by_certainty": _correlation(tokens, PREDICTOR, "certainty"),
+            "within_layers": _correlation(within[prompt], PREDICTOR, "certainty"),
+            "set_by_gap": _correlation(tokens, PREDICTOR, "gap"),
+        }
+        for prompt, tokens in judged.groupby("prompt")
+    ]
 
 
-def _correlation(left: pd.Series, right: pd.Series) -> float | None:
-    """Return Pearson's coefficient, or None where one side does not vary."""
-    sides = left.to_numpy(), right.to_numpy()
-    if len(left) < 2 or any(np.ptp(side) == 0 for side in sides):
+def _correlation(tokens: pd.DataFrame, one: str, other: str) -> float | None:
+    """Return Pearson's coefficient of two columns, or None where one does not vary."""
+    sides = tokens[one].to_numpy(), tokens[other].to_numpy()
+    if len(tokens) < 2 or any(np.ptp(side) == 0 for side in sides):
         return None
     return float(np.corrcoef(*sides)[0, 1])

@@ -50,12 +50,8 @@ def _told(verdict: Verdict) -> dict[str, object]:
         }
         for answer in verdict.answers
     ]
-    return {
-        "id": verdict.claim.id,
-        "verdict": verdict.verdict,
-        "told": verdict.told,
-        "parts": parts,
-    }
+    said = {"id": verdict.claim.id, "verdict": verdict.verdict, "told": verdict.told}
+    return {**said, "parts": parts}
 
 
 if __name__ == "__main__":
