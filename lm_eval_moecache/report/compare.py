@@ -439,7 +439,7 @@ def _scores(task: str, old: Run, new: Run, options: CompareOptions) -> Iterator[
         # The floor: points for a share, relative to the baseline for any other score.
         unit = 1.0 if higher and 0 <= score.value <= 1 else abs(score.value)
         test = score_test(score, after, *sides)
-        yield {**row, "higher_is_better": higher, **_tested(test, exact, options, unit)}
+        yield {**row, "higher_is_better": higher, **_floored(test, exact, options, unit)}
 
 
 def _all_tasks(shared: Mapping[str, tuple[Run, Run]], options: CompareOptions) -> Iterator[Row]:
@@ -460,20 +460,26 @@ def _all_tasks(shared: Mapping[str, tuple[Run, Run]], options: CompareOptions) -
         before, after = (sum(side) / len(answers) for side in zip(*answers, strict=True))
         row = {"task": ALL_TASKS, "metric": "accuracy", "baseline": before, "new": after}
         test = paired([old - new for old, new in answers])
-        yield {**row, "higher_is_better": True, **_tested(test, exact, options)}
+        yield {**row, "higher_is_better": True, **_floored(test, exact, options)}
 
 
-def _tested(test: Test | None, exact: bool, options: CompareOptions, unit: float = 1.0) -> Row:
-    """Return a score's allowance, a floor that is a share of `unit`, and its test.
-
-    Where the digits must repeat, documents only say by how much they do not.
-    """
+def _floored(test: Test | None, exact: bool, options: CompareOptions, unit: float = 1.0) -> Row:
+    """Return a score's allowance, a floor that is a share of `unit`, and its test."""
     floor = options.floor
     if floor is None:
         floor = 0.0 if exact else DEFAULT_FLOOR
+    by = EXACTLY if exact and not floor else f"floor {floor:g}"
+    return _tested(test, exact, floor * unit, by)
+
+
+def _tested(test: Test | None, exact: bool, allowed: float, untested: str) -> Row:
+    """Return what judges a figure; where the digits must repeat, the test only tells by how much.
+
+    `untested` says what judges it without a test.
+    """
     difference, test = test.difference if test else None, None if exact else test
-    by = test.by if test else EXACTLY if exact and not floor else f"floor {floor:g}"
-    return {"allowed": floor * unit, "judged_by": by, "test": test, "difference": difference}
+    by = test.by if test else untested
+    return {"allowed": allowed, "judged_by": by, "test": test, "difference": difference}
 
 
 def answers_test(column: Column, old: Run, new: Run) -> Test | None:
@@ -547,7 +553,6 @@ def _speeds(task: str | None, old: Run, new: Run, options: CompareOptions) -> It
     """Judge a task's speed, or with None that of the whole run."""
     if task is not None and task not in old.moecache["tasks"]:
         return
-    usual = TOLERANCE.get(str(old.moecache["clock"]), 0.0)
     for name in options.metrics:
         metric, at, wanted_task = name.partition("@")
         if at and wanted_task != task:
@@ -561,21 +566,13 @@ def _speeds(task: str | None, old: Run, new: Run, options: CompareOptions) -> It
             continue  # the figure of its only task
         exact = (options.repeats if is_tested else options.is_exact)(old, new)
         if before is not None and after is not None:
-            default = (
-                options.tolerance if options.tolerance is not None else 0.0 if exact else usual
-            )
-            tolerance = options.tolerances.get(name, default)
+            usual = 0.0 if exact else TOLERANCE.get(str(old.moecache["clock"]), 0.0)
+            usual = usual if options.tolerance is None else options.tolerance
+            tolerance = options.tolerances.get(name, usual)
             test = answers_test(column, old, new) if is_tested else None
-            difference, test = test.difference if test else None, None if exact else test
             by = f"tolerance {tolerance:g}" if tolerance else EXACTLY
-            yield {
-                **row,
-                "higher_is_better": column.higher_is_better,
-                "allowed": tolerance * abs(before),
-                "judged_by": test.by if test else by,
-                "test": test,
-                "difference": difference,
-            }
+            judged = _tested(test, exact, tolerance * abs(before), by)
+            yield {**row, "higher_is_better": column.higher_is_better, **judged}
         elif before is not after:
             yield {**row, "verdict": MISSING if after is None else NEW}
 
