@@ -57,8 +57,10 @@ def judge(rows: Sequence[Loss]) -> dict[str, Any]:
 
     told = [row for row in scored if forecast(row, *FINEST)]
     forms: dict[str, Sequence[Key]] = {
-        **{"rule, kind of task, amount": FINEST, "rule, kind of task": (of_rule,)},
-        **{"kind of task": (_of_kind,), "no loss": ()},
+        "rule, kind of task, amount": FINEST,
+        "rule, kind of task": (of_rule,),
+        "kind of task": (_of_kind,),
+        "no loss": (),
     }
     misses = {
         name: pd.DataFrame([_miss(row, forecast(row, *keys)) for row in told])
