@@ -19,7 +19,7 @@ from lm_eval_moecache.records.files import task_configs_dir
 from lm_eval_moecache.records.hardware import profile_names
 from lm_eval_moecache.records.numbers import unknown_name_error
 
-_LEAD = 24
+_LEAD = 30
 
 
 def policies(

@@ -37,11 +37,11 @@ from lm_eval_moecache.records.errors import ArgumentsError
 from lm_eval_moecache.records.files import check_writable
 from lm_eval_moecache.records.geometry import Geometry
 from lm_eval_moecache.records.hardware import Hardware, load_hardware
-from lm_eval_moecache.records.numbers import listed, nearest
+from lm_eval_moecache.records.numbers import listed, nearest, unknown_name_error
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.runtimes import load_runtime
 from lm_eval_moecache.records.schemas import check
-from lm_eval_moecache.records.schemas.keys import KEYS, ModelArguments
+from lm_eval_moecache.records.schemas.keys import KEYS, REPLAYED, ModelArguments, keys_with
 from lm_eval_moecache.records.sizes import (
     capacity_text,
     check_capacity,
@@ -196,8 +196,12 @@ def read_config(
         given: Our keys, and parameters of axes as `eviction.NAME`.
         speculative: Whether a draft model drafts (`moecache-spec`): only then are drafting keys
             accepted.
-        replayed: Whether a trace is replayed: only then are offline algorithms allowed.
+        replayed: Whether a trace is replayed: only then are offline algorithms allowed, and only
+            keys that a replay can change.
     """
+    for key in given if replayed else ():
+        if key not in (known := keys_with(REPLAYED)) and key.partition(".")[0] not in AXES:
+            raise unknown_name_error("of a replay, the key", key, known)
     values = {k: "none" if v is None and k in AXES else v for k, v in given.items()}
     given = {k: v for k, v in values.items() if v is not None}
     args = check(ModelArguments, {k: v for k, v in given.items() if k in KEYS}, "model_args")

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from multiprocessing import resource_tracker
 from typing import Any
 from unittest import mock
@@ -112,12 +113,12 @@ def _ray(jobs: int, folder: str, options: Mapping[str, Any]) -> Iterator[Submit]
     if is_ours:
         ray.init(**{"log_to_driver": False, **options})
     cores = max(1, int(ray.cluster_resources().get("CPU", 1)) // jobs)
+    # Ray's worker processes are reused for tasks of one function, so they share a loaded model.
+    function_of = cache(ray.remote(num_cpus=cores, max_retries=0))
     submitted: list[Any] = []
 
     def submit(work: Work, items: Sequence[Any], *arguments: Any) -> Futures:
-        # Ray's worker processes are reused for tasks of one function: they share a loaded model.
-        task = ray.remote(num_cpus=cores, max_retries=0)(work)
-        submitted[:] = [task.remote(item, *arguments) for item in items]
+        submitted[:] = [function_of(work).remote(item, *arguments) for item in items]
         return {task.future(): item for task, item in zip(submitted, items, strict=True)}
 
     try:

@@ -20,7 +20,7 @@ from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.setting import Setting
 from lm_eval_moecache.harness.arguments import Config, read_config
 from lm_eval_moecache.harness.run_report import idle_prefetch
-from lm_eval_moecache.records.numbers import MOST_COUNT, read_count, unknown_name_error
+from lm_eval_moecache.records.numbers import MOST_COUNT, read_count
 from lm_eval_moecache.records.schemas.keys import MOST_READS, REPLAYED, keys_with
 from lm_eval_moecache.records.sizes import Capacity, check_sized
 from lm_eval_moecache.report.metrics import task_metrics
@@ -51,9 +51,6 @@ def combinations(settings: Mapping[str, Any]) -> list[Config]:
         settings: `SETTINGS`, and parameters as `eviction.NAME`. Keys of `LISTS` may hold lists; an
             algorithm is a name, a class path, or a mapping of its name and parameters.
     """
-    for key in settings:
-        if key not in SETTINGS and key.partition(".")[0] not in AXES:
-            raise unknown_name_error("replay: option", key, SETTINGS)
     given = dict(settings)
     for key, least, most in (("seed", 0, MOST_COUNT), ("reads_per_expert", 1, MOST_READS)):
         if key in given:

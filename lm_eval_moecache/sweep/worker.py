@@ -25,7 +25,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.plugin import MODELS
 from lm_eval_moecache.harness.run_report import run_report
@@ -33,7 +32,6 @@ from lm_eval_moecache.harness.tasks import document_metrics
 from lm_eval_moecache.records.artifact import versions_of
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.ledger import RequestRecord
-from lm_eval_moecache.records.numbers import unknown_name_error
 from lm_eval_moecache.records.sizes import parse_bytes
 from lm_eval_moecache.sweep.evaluation import (
     by_metric,
@@ -44,7 +42,7 @@ from lm_eval_moecache.sweep.evaluation import (
 )
 from lm_eval_moecache.sweep.files import write_failure, write_record
 from lm_eval_moecache.sweep.identity import ResolvedCell, content_digest, plan
-from lm_eval_moecache.sweep.replay_grid import SETTINGS, Replays
+from lm_eval_moecache.sweep.replay_grid import Replays
 from lm_eval_moecache.sweep.sharing import SharedRun
 from lm_eval_moecache.sweep.spec import REPLAY, Cell
 from lm_eval_moecache.trace.file import StreamedTrace
@@ -54,8 +52,6 @@ from lm_eval_moecache.trace.trace import Trace
 
 RECORD_FORMAT = 1
 BY_MODEL, BY_REPLAY = "model", "replay"
-KEYS = (*SETTINGS, "expert_bytes")
-"""The keys of a cell in a sweep over traces."""
 # Settings of the maths libraries that change how sums round.
 _ROUNDING = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _PACKAGES = ("lm-eval-moecache", "lm-eval", "torch", "transformers", "numpy")
@@ -169,10 +165,6 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
 
     Raises ValueError naming the key, or the trace, that does not fit.
     """
-    for key in cell.arguments:
-        axis, dot, _ = key.partition(".")
-        if key not in KEYS and not (dot and axis in AXES):
-            raise unknown_name_error("of a sweep over traces, the key", key, KEYS)
     settings = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
     trace = _trace_of(cell, cell.pretrained)
     config = read_config({"policy": "on_demand", "seed": trace.seed, **settings}, replayed=True)
