@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Literal
 
+from lm_eval_moecache.harness.arguments import hflm_keys
 from lm_eval_moecache.records.command import Report
-from lm_eval_moecache.records.numbers import listed_names, plain_number
+from lm_eval_moecache.records.numbers import listed_names, plain_number, unknown_name_error
+from lm_eval_moecache.records.schemas.keys import KEYS
 from lm_eval_moecache.report.compare import (
     DEFAULT_ALPHA,
     FORMS,
@@ -75,6 +77,12 @@ def compare(
     limits = read_slo(slo)
     before = chosen_runs(load_runs(baseline, limits), "baseline_where", baseline_where)
     after = chosen_runs(load_runs(new, limits), "new_where", new_where)
+    runs = (*before, *after)
+    names = {*KEYS, *hflm_keys()}
+    names |= {k for run in runs for k in (*run.identity, *run.model_args, *run.options)}
+    for name in rules.ignore:
+        if name not in names:
+            raise unknown_name_error("ignore", name, names)
     comparison = compared(before, after, rules)
     return Report(
         json.loads(FORMS["json"](comparison)),
