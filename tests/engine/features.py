@@ -152,7 +152,7 @@ class RankedAlone:
         self.home(key).held -= 1
         self.hints = [hinted for hinted in self.hints if hinted != key]
         self.has_evicted = any(layer.held for layer in self.layers)
-        if not self.has_evicted:  # emptied, as by a reset: it fills anew
+        if not self.has_evicted:  # emptied: it fills anew
             self.now.cold_fills = 0
         if self.offer and key in self.offer and not any({*self.offer} & {*d} for d in self.duels):
             self.duels.append(self.offer)

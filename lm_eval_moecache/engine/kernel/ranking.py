@@ -104,7 +104,7 @@ def note_eviction(run: Run, key: int) -> None:
     layer.stale = 1
     cache.held -= 1
     cache.has_evicted = 1
-    if not cache.held:  # emptied, as by a reset: it fills anew
+    if not cache.held:  # emptied: it fills anew
         cache.cold_fills = 0
         cache.has_evicted = 0
     if run.recency:
