@@ -77,7 +77,7 @@ slow = pytest.mark.slow
     [
         pytest.param({}, LOSSLESS, TOY, 1, 5, id="compositions"),
         pytest.param({"policy": "specmd"}, LINKS, {"limit": 1}, 1, 2, id="links and models"),
-        pytest.param({"hardware": "oneplus-15r"}, ORDERS, {"limit": 1}, 1, 4, id="orders"),
+        pytest.param({"hardware": "oneplus-15r"}, ORDERS, PAIR, 1, 4, id="orders"),
         pytest.param({"streams": 3}, BATCHED, PAIR, 1, 3, id="streams"),
         pytest.param({"streams": 2, "logits_cache": False}, BATCHED, PAIR, 1, 3, id="no cache"),
         pytest.param({"batch_size": 3}, BATCHED, PAIR, 1, 3, id="batches"),
