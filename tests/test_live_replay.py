@@ -92,7 +92,9 @@ def _assert_replayed(lm: MoECacheLM, trace: Trace) -> None:
     replayed = replay(trace, lm.engine.setting, cache_reset=lm.moecache.cache_reset)
     assert replayed.ledger.passes == lm.engine.ledger.passes
     totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
-    assert totals == lm.report()["totals"]
+    # The report adds how far it is from the hardware's roof.
+    live = {name: value for name, value in lm.report()["totals"].items() if name != "s_mbu"}
+    assert totals == live
 
 
 def _counts(engine: Engine) -> list[tuple[int, ...]]:
