@@ -17,7 +17,6 @@ from typing import Any
 from lm_eval_moecache.algorithms.policy import Policy, load_policy, policy_names, unmangle
 from lm_eval_moecache.algorithms.registry import AXES, parameters_of
 from lm_eval_moecache.engine.engine import Engine
-from lm_eval_moecache.engine.engine import Engine as VirtualEngine
 from lm_eval_moecache.records.errors import MoECacheError
 from lm_eval_moecache.records.hardware import Hardware
 from lm_eval_moecache.records.sizes import Capacity
@@ -289,7 +288,7 @@ class Timeline:
             times = {"ts": (offset_s + start_s) * 1e6, "dur": (end_s - start_s) * 1e6}
             self._add(name, "X", TRACKS.index(track), cat=track, **times, args=args)
 
-    def watch(self, engine: VirtualEngine) -> None:
+    def watch(self, engine: Engine) -> None:
         """Record what the engine's clock, link and host do from now on, behind all so far."""
         self._starts_s.append(self._end_s)
         engine.callbacks.record_spans(self._add_span)
