@@ -166,8 +166,10 @@ def check_trace_cell(cell: Cell) -> ResolvedCell:
     Raises ValueError naming the key, or the trace, that does not fit.
     """
     settings = {key: value for key, value in cell.arguments.items() if key != "expert_bytes"}
+    config = read_config({"policy": "on_demand", **settings}, replayed=True)
     trace = _trace_of(cell, cell.pretrained)
-    config = read_config({"policy": "on_demand", "seed": trace.seed, **settings}, replayed=True)
+    if settings.get("seed") is None:
+        config = config.with_changes(seed=trace.seed)
     Replays(trace, [config]).setting(config)
     return plan(cell, config, {})
 
