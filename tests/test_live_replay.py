@@ -12,6 +12,7 @@ import pytest
 from lm_eval_moecache.algorithms.policy import load_policy, policy_names
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.engine.engine import Engine
+from lm_eval_moecache.engine.regime import s_mbu
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.harness.arguments import read_config
 from lm_eval_moecache.harness.lm import MoECacheLM
@@ -91,10 +92,10 @@ def _assert_replayed(lm: MoECacheLM, trace: Trace) -> None:
     """Compare a replay of the live run's trace with the run, pass by pass and in its totals."""
     replayed = replay(trace, lm.engine.setting, cache_reset=lm.moecache.cache_reset)
     assert replayed.ledger.passes == lm.engine.ledger.passes
-    totals = task_metrics(replayed.ledger.requests, replayed.peak_cache_bytes)
-    # The report adds how far it is from the hardware's roof.
-    live = {name: value for name, value in lm.report()["totals"].items() if name != "s_mbu"}
-    assert totals == live
+    requests = replayed.ledger.requests
+    roof = s_mbu(requests, replayed.geometry, replayed.setting)
+    totals = task_metrics(requests, replayed.peak_cache_bytes) | {"s_mbu": roof}
+    assert totals == lm.report()["totals"]
 
 
 def _counts(engine: Engine) -> list[tuple[int, ...]]:
