@@ -1,15 +1,16 @@
-"""Fits the constants of mechanisms to published speeds, one machine left out at a time."""
+"""Fits the constants of mechanisms to published speeds, a machine or a source left out a time."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import permutations
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -22,12 +23,14 @@ from moecache_plan.forecast import PromptWork, Work, costs, scale_by
 from moecache_plan.mechanisms import (
     CONSTANTS,
     DECODE,
+    NEW_CARD,
     PREFILL,
     PREFILL_ALONE,
     PROCESSOR,
     PROMPTS,
     Mechanisms,
     Spread,
+    bare_name,
 )
 from moecache_plan.placement import hit_rate
 from moecache_plan.published import GROUPS, SpeedRow, predict, speeds_report, summary
@@ -37,7 +40,8 @@ START = {
     **{"attention_share": 0.1, "cuda_layer_us": 45.0, "rocm_layer_us": 80.0},
     **{"metal_layer_us": 120.0, "eager_layer_us": 300.0, "host_layer_us": 100.0},
     **{"copy_layer_us": 150.0, "read_layer_us": 300.0, "card_state_us": 60.0},
-    **{"host_state_us": 700.0, "host_attention_us": 10000.0, "crossing_us": 2500.0},
+    **{"host_state_us": 700.0, "host_attention_us": 160000.0, "host_shared_us": 20000.0},
+    "crossing_us": 2500.0,
     **{"prefill_compute_share": 0.25, "prefill_link_share": 0.7, "prefill_card_share": 0.3},
     **{"prefill_chunk_ms": 30.0, "prefill_core_gflops": 50.0},
 }
@@ -51,7 +55,7 @@ _POINTS = 32
 """Shares of a layer's experts at which a replay's hits are written down."""
 _LEAST_ROWS, _LEAST_MACHINES = 8, 3
 """A group of fewer has no spread of its own."""
-_COVERED = 0.8
+_COVERED, _ROUNDING = 0.8, 1e-9
 
 
 def begin_at(traces: Iterable[Path]) -> Mechanisms:
@@ -217,23 +221,28 @@ def _least_squares(names: Sequence[str], rows: Sequence[SpeedRow], errors: Any) 
 def fit_all(rows: Sequence[SpeedRow], begin: Mechanisms) -> tuple[Mechanisms, dict[str, Any]]:
     """Return the constants of all rows with their spreads, and every row as forecast without it.
 
-    A row is forecast by the constants of the other machines' rows; ranges are of all of them.
+    A row is forecast by the constants of the other machines' rows, and by those of the other
+    sources' rows: ranges are of whichever was further off.
     """
-    predicted: list[dict[str, Any]] = [{} for _ in rows]
-    misses = []
-    for key in sorted({row.key for row in rows}):
-        others = fit([row for row in rows if row.key != key], begin)
-        mine = [index for index, row in enumerate(rows) if row.key == key]
-        for index in mine:
-            predicted[index] = predict(rows[index], others)
-        points = known_hits([rows[index] for index in mine], others)
-        misses += [math.exp(abs(_log_misses(*point, others))) for point in points]
+    predicted, misses = _left_out(rows, [row.key for row in rows], begin)
+    sources = [_source(row) for row in rows]
+    machines_of = defaultdict(set)
+    for row in rows:
+        machines_of[bare_name(row.machine.name)].add(row.key)
+    for row, mine, other, source in zip(
+        rows, predicted, _left_out(rows, sources, begin)[0], sources, strict=True
+    ):
+        worse = {f"{name}_off": _larger(mine[name], other[name]) for name in _FACTORS}
+        is_new = not row.machine.is_processor and len(machines_of[bare_name(row.machine.name)]) < 2
+        mine |= {**worse, "unit": source, "is_new_card": is_new}
     groups = groups_of(predicted)
-    known = replace(fit(rows, begin), spreads=spreads_of(groups))
-    for row in predicted:
-        name = known.group(row["group"], row["stated"])
-        reach = _reach(groups, name, without=row["key"])
-        row["low"], row["high"] = row["predicted_tok_s"] / reach, row["predicted_tok_s"] * reach
+    known = replace(fit(rows, begin), spreads=spreads_of(groups), cards=frozenset(machines_of))
+    for mine in predicted:
+        names = [known.group(mine["group"], mine["stated"])]
+        names += [NEW_CARD] if mine["is_new_card"] and NEW_CARD in groups else []
+        reach = max(_reach(groups, name, without=mine["unit"]) for name in names)
+        speed = mine["predicted_tok_s"]
+        mine["low"], mine["high"] = speed / reach, speed * reach
     result = speeds_report(predicted, [])
     result["hit_rates"] = {
         "rows": len(misses),
@@ -243,37 +252,75 @@ def fit_all(rows: Sequence[SpeedRow], begin: Mechanisms) -> tuple[Mechanisms, di
     return known, result
 
 
-Groups = Mapping[str, Sequence[tuple[str, float]]]
-"""Name of a group of rows -> each one's machine, and the factor between forecast and measured."""
+_FACTORS = ("factor", "prefill_factor")
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else max(one, other)
+
+
+def _source(row: SpeedRow) -> str:
+    """Return the page that a row is from, without its parts and commits."""
+    return re.sub(r"\s.*|[#?].*", "", row.fields["source"]) or row.key
+
+
+def _left_out(
+    rows: Sequence[SpeedRow], units: Sequence[str], begin: Mechanisms
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return every row as forecast by a fit without its unit, and the factors of hits' misses."""
+    predicted: list[dict[str, Any]] = [{} for _ in rows]
+    misses = []
+    for unit in sorted(set(units)):
+        others = fit([row for row, its in zip(rows, units, strict=True) if its != unit], begin)
+        mine = [index for index, its in enumerate(units) if its == unit]
+        for index in mine:
+            predicted[index] = predict(rows[index], others)
+        points = known_hits([rows[index] for index in mine], others)
+        misses += [math.exp(abs(_log_misses(*point, others))) for point in points]
+    return predicted, misses
+
+
+class Off(NamedTuple):
+    """By which factor a forecast was off a row, and of which machine and source the row is."""
+
+    machine: str
+    source: str
+    factor: float
+
+
+Groups = Mapping[str, Sequence[Off]]
 
 
 def groups_of(predicted: Sequence[Mapping[str, Any]]) -> Groups:
-    """Return the groups of rows that are large enough.
+    """Return the groups of rows that are large enough, by name.
 
     `GROUP, measured` is that of forecasts scaled by another row of the same machine; `PROMPTS` are
     those of prompts.
     """
-    groups: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    groups: dict[str, list[Off]] = defaultdict(list)
     by_machine: dict[tuple[str, bool], list[Mapping[str, Any]]] = defaultdict(list)
     for row in predicted:
-        if row["prefill_factor"] is not None:
+        if row["prefill_factor_off"] is not None:
             name = PROMPTS[row["group"] == PROCESSOR]
-            groups[name].append((row["key"], row["prefill_factor"]))
+            groups[name].append(Off(row["key"], row["unit"], row["prefill_factor_off"]))
         if row["factor"] is None:
             continue
         by_machine[row["key"], row["mechanism"] == READ].append(row)
         stated = "stated" if row["stated"] else "assumed"
-        for name in ("all", stated, row["group"], f"{row['group']}, {stated}"):
-            groups[name].append((row["key"], row["factor"]))
+        names = ["all", stated, row["group"], f"{row['group']}, {stated}"]
+        for name in names + [NEW_CARD] * row["is_new_card"]:
+            groups[name].append(Off(row["key"], row["unit"], row["factor_off"]))
     for (key, _), mine in by_machine.items():
         ratios = defaultdict(list)
         for one, other in permutations(mine, 2):
-            ratios[one["group"]].append(_scaled_ratio(one, other))
+            ratios[one["group"]].append((_scaled_ratio(one, other), one["unit"]))
         for name, pairs in ratios.items():
             # A row has a pair with every other of its machine: the middle ones, as many as rows.
             step = len(mine) - 1
             scaled = sorted(pairs)[step // 2 :: step]
-            groups[f"{name}, measured"] += [(key, max(ratio, 1 / ratio)) for ratio in scaled]
+            groups[f"{name}, measured"] += [
+                Off(key, unit, max(ratio, 1 / ratio)) for ratio, unit in scaled
+            ]
     return {name: group for name, group in groups.items() if _is_whole(name, group)}
 
 
@@ -281,11 +328,12 @@ def spreads_of(groups: Groups) -> dict[str, Spread]:
     """Return the spread of each group."""
     spreads = {}
     for name, group in groups.items():
-        figures = summary(factor for _, factor in group)
-        inside = [factor <= _reach(groups, name, without=key) for key, factor in group]
+        figures = summary(off.factor for off in group)
+        inside = [off.factor <= _reach(groups, name, without=off.source) for off in group]
         spreads[name] = Spread(
             rows=len(group),
-            machines=len({key for key, _ in group}),
+            machines=len({off.machine for off in group}),
+            sources=len({off.source for off in group}),
             median_factor=round(figures["median_factor"], 3),
             within={most: round(share, 3) for most, share in figures["within"].items()},
             reach=round(_reach(groups, name), 3),
@@ -294,22 +342,29 @@ def spreads_of(groups: Groups) -> dict[str, Spread]:
     return spreads
 
 
-def _is_whole(name: str, group: Sequence[tuple[str, float]]) -> bool:
+def _is_whole(name: str, group: Sequence[Off]) -> bool:
     is_large = len(group) >= _LEAST_ROWS
-    return is_large and (name in GROUPS or len({key for key, _ in group}) >= _LEAST_MACHINES)
+    return is_large and (name in GROUPS or len({off.machine for off in group}) >= _LEAST_MACHINES)
 
 
 def _reach(groups: Groups, name: str, without: str | None = None) -> float:
-    """Return the factor within which `_COVERED` of another machine's rows are expected.
+    """Return the factor within which `_COVERED` of another source's rows are expected.
 
-    The conformal quantile: of n rows' factors the one at rank (n + 1) x `_COVERED`. Where inputs
+    The conformal quantile over sources: of n, each of the same weight however many rows it has,
+    the factor at the share `_COVERED` x (1 + 1 / n), so that few make a range wider. Where inputs
     were assumed, no less than the whole group's.
     """
-    factors = sorted(factor for key, factor in groups[name] if key != without)
-    if not factors:
+    group = sorted((off.factor, off.source) for off in groups[name] if off.source != without)
+    if not group:
         return math.inf
-    rank = math.ceil((len(factors) + 1) * _COVERED)
-    reach = factors[min(rank, len(factors)) - 1]
+    rows = Counter(source for _, source in group)
+    left = _COVERED * (len(rows) + 1)
+    reach = group[-1][0]
+    for factor, source in group:
+        left -= 1 / rows[source]
+        if left <= _ROUNDING:
+            reach = factor
+            break
     whole = name.removesuffix(", assumed")
     return reach if whole == name else max(reach, _reach(groups, whole, without))
 
@@ -336,6 +391,7 @@ def as_yaml(known: Mechanisms, hit_rates: Mapping[str, Any]) -> str:
     data = {
         "constants": {name: rounded(known.constants[name]) for name in CONSTANTS},
         "hits": {"curve": known.curve, **errors, "routings": dict(known.routings)},
+        "cards": sorted(known.cards),
         "spreads": {name: asdict(known.spreads[name]) for name in sorted(known.spreads)},
     }
     head = (

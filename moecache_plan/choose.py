@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lm_eval_moecache.emulate.models import as_stored
 from lm_eval_moecache.emulate.stored import load_stored
 from lm_eval_moecache.records.command import Report, aligned, listed, wrapped
 from lm_eval_moecache.records.hardware import same_card_note
@@ -158,7 +158,7 @@ def _read_subject(
         hint = f"If it is a trace, name its model: `moecache choose MODEL --trace {subject}`."
         raise ValueError(f"{error} {hint}") from error
     if precision is not None:
-        model = replace(model, stored=load_stored(precision))
+        model = as_stored(model, load_stored(precision))
     return trace or str(nearest_trace(model)), model
 
 

@@ -8,14 +8,21 @@ import platform
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from threading import Barrier
+from time import perf_counter
+
+import numpy as np
 
 from lm_eval_moecache.records.cards import LANE_BYTES_PER_S, chip_of
 from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
 from lm_eval_moecache.records.sizes import parse_bytes
 from moecache_plan.machines import (
     LINK_SHARE,
+    MEASURED_SHARE,
     PROCESSORS,
     Machine,
     as_machine,
@@ -33,6 +40,8 @@ _CPUINFO = Path("/proc/cpuinfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 _AMD_NAMES = ("Device Name", "Card Series", "Card series", "Card Model")
 LEAST_RAM = 10**9
+_COPIED, _SECONDS = 2**28, 0.3
+"""Bytes that all cores copy together, more than their caches hold, and for how long."""
 _NVIDIA = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 
 
@@ -40,6 +49,8 @@ def parse_machine(
     name: str | None, *, ram: str | None, host_memory: str | None, disk: str | None
 ) -> Machine:
     """Return the machine that a user names, or the one this runs on, with what else they say.
+
+    The rate of this one's memory is measured, where nobody says it.
 
     `name` is that of a profile, a card or a chip (`2x rtx-3090`: several cards), or a YAML. Raises
     ValueError naming the option.
@@ -51,6 +62,13 @@ def parse_machine(
     }
     if name is None:
         found = detect_machine()
+        if given["host"] is None and not found.shares_memory:
+            measured = memory_rate(found.cores or 1)
+            found = found.with_host_rate(measured / MEASURED_SHARE, "measured on this machine")
+            found = replace(
+                found,
+                about=f"{found.about[:-1]}, memory measured: copies at {measured / 1e9:.3g} GB/s)",
+            )
     else:
         several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", name.strip())
         cards = max(int(several[1]), 1) if several else 1
@@ -101,6 +119,27 @@ def detect_machine() -> Machine:
         hardware, text = load_hardware(NO_CARD), f"no card, {text}"
     about = f"this machine ({text})"
     return with_overrides(as_machine(hardware, cards=count, cores=cores, about=about), ram=ram)
+
+
+@cache
+def memory_rate(cores: int) -> float:
+    """Return the bytes/s that this machine's memory reads and writes while all cores copy arrays,
+    measured once, in half a second."""
+    start = Barrier(cores)
+
+    def copied(_: int) -> float:
+        source = np.ones(_COPIED // cores, dtype=np.uint8)
+        target = source.copy()  # so that its pages are there
+        start.wait()
+        begin, moved, spent = perf_counter(), 0, 0.0
+        while spent < _SECONDS:
+            np.copyto(target, source)
+            moved += 2 * source.nbytes
+            spent = perf_counter() - begin
+        return moved / spent
+
+    with ThreadPoolExecutor(cores) as pool:
+        return sum(pool.map(copied, range(cores)))
 
 
 def _best(found: list[tuple[str, float, float]]) -> tuple[Hardware, int, str]:

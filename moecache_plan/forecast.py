@@ -27,6 +27,8 @@ from moecache_plan.placement import Placed, touched_share
 
 FAULTS = 0.2
 """Share of the drive's rate that page faults of a mapped file reach (flash-moe's results.tsv)."""
+USUAL_CORES = 16
+"""Cores taken of a processor of which nobody says how many it has."""
 
 
 def costs(constants: Mapping[str, float]) -> dict[str, float]:
@@ -55,7 +57,9 @@ class Work:
     """MB that linear attention reads and writes on a card, or on the host."""
     host_state: float = 0.0
     host_attention: float = 0.0
-    """GFLOP."""
+    """GFLOP of each core, in llama.cpp's kernels, a query head at a time."""
+    host_shared: float = 0.0
+    """The same where all heads share the cached vectors: a product of matrices, as in a prompt."""
     crossing: float = 0.0
     """Times that a token goes on to another card."""
 
@@ -101,7 +105,14 @@ def token_work(
             card_state=(1 - whole) * state / together,
             crossing=0.0 if is_split else machine.cards - 1,
         )
-    work = replace(work, host_attention=whole * 1e-9 * flops, host_state=whole * state)
+    core = whole * 1e-9 / ((machine.cores or USUAL_CORES) * runtime.core_factor)
+    shared = model.attention_flops(context, shared=True)
+    work = replace(
+        work,
+        host_attention=core * (flops - shared),
+        host_shared=core * shared,
+        host_state=whole * state,
+    )
     if placed.mechanism in (HOST, BOTH):
         return replace(work, host_layer=host_layers)
     if placed.mechanism == READ:
@@ -161,7 +172,7 @@ def forecast(
         placed=placed,
         work=work,
         is_stated=is_stated,
-        spread=known.spread(placed.group, is_stated),
+        spread=known.spread(placed.group, is_stated, "" if machine.is_processor else machine.name),
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
-from lm_eval_moecache.emulate.models import emulated_names, load_real_model
+from lm_eval_moecache.emulate.models import as_stored, emulated_names, load_real_model
 from lm_eval_moecache.emulate.stored import load_stored
 from lm_eval_moecache.records.command import Report, aligned, terminal_width
 from lm_eval_moecache.records.numbers import listed_names, read_count
@@ -100,7 +99,7 @@ def _of_model(
             why = f"(as published, {model.stored.name}, they do not fit)"
             taken = [f"weights in {run_as.stored.name} {why}"]
     else:
-        run_as = model = replace(model, stored=stored)
+        run_as = model = as_stored(model, stored)
         if precision is not None and stored.name.lower() != precision.lower():
             taken = [f"weights in {stored.name} (--precision {precision})"]
     advice = advise(
@@ -157,7 +156,7 @@ def _runnable(machine: Machine, stored: Any, context: int, prompt: int) -> dict[
     found, left_out = [], []
     for name in emulated_names():
         model = load_real_model(name, "model")
-        model = replace(model, stored=stored) if stored else model
+        model = as_stored(model, stored) if stored else model
         run_as = model if stored else usual_precision(model, machine, context)
         advice = advise(Setup(model=run_as, machine=machine, context=context, prompt=prompt))
         row = usual_row([row for row in advice["runtimes"] if row["tok_per_s"] is not None])

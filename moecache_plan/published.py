@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from lm_eval_moecache.emulate.models import load_real_model
+from lm_eval_moecache.emulate.models import as_stored, load_real_model
 from lm_eval_moecache.emulate.stored import CACHE_BITS, load_stored
 from lm_eval_moecache.records.files import read_csv
 from lm_eval_moecache.records.hardware import NO_CARD, Hardware, load_hardware
@@ -263,7 +263,7 @@ def find_model(name: str, precision: str) -> RealModel:
     model = _first(lambda text: load_real_model(text, "model"), _readings(name))
     if not precision:
         return model
-    return replace(model, stored=_first(_stored, _readings(precision)))
+    return as_stored(model, _first(_stored, _readings(precision)))
 
 
 def _stored(text: str) -> Stored:

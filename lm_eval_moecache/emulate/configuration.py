@@ -299,6 +299,7 @@ class _Mixer(NamedTuple):
     bytes_per_token: float = 0
     multiply_adds: int = 0
     window: int | None = None
+    is_shared: bool = False
     state_bytes: int = 0
 
 
@@ -313,7 +314,7 @@ def _attention(
         _mixer(_Reader({**read.config, **own}, read.what), hidden, kind)
         for kind, own in zip(kinds, _own_sizes(read, kinds), strict=True)
     ]
-    alike = Counter(mixer[1:4] for mixer in mixers if mixer.bytes_per_token)
+    alike = Counter(mixer[1:5] for mixer in mixers if mixer.bytes_per_token)
     caches = tuple(LayerCaches(count, *cache) for cache, count in alike.items())
     states = sum(mixer.state_bytes for mixer in mixers)
     return sum(mixer.weights for mixer in mixers), caches, states
@@ -410,7 +411,7 @@ def _mixer(read: _Reader, hidden: int, kind: str) -> _Mixer:
         outputs = heads * value * hidden * (2 if gated else 1)
         cached = DTYPE_BYTES * (rank + rope + indexed)
         work = heads * (2 * rank + rope)
-        return _Mixer(queries + keys + outputs + index, cached, work, window)
+        return _Mixer(queries + keys + outputs + index, cached, work, window, True)
     width = read("head_dim", default=max(1, hidden // heads))
     value = read("v_head_dim", default=width)
     groups = read("kv_n_heads", default=heads)
@@ -424,7 +425,8 @@ def _mixer(read: _Reader, hidden: int, kind: str) -> _Mixer:
     if read.text("model_type") == "jetmoe":
         queries = outputs = 0  # counted as the experts'
     cached = DTYPE_BYTES * (groups * (width + value) + indexed)
-    return _Mixer(queries + keys + outputs + index, cached, heads * (width + value), window)
+    work = heads * (width + value)
+    return _Mixer(queries + keys + outputs + index, cached, work, window, groups == 1)
 
 
 def _linear(read: _Reader, hidden: int) -> tuple[int, int]:
@@ -493,12 +495,13 @@ def _compressed(
     if not ratios and isinstance(rates, Mapping):  # as transformers writes them
         by_name = _Reader(rates, f"{read.what}: compress_rates")
         ratios = [by_name(name, default=0) for name in read.names("layer_types", num_layers)]
-    local = LayerCaches(num_layers, DTYPE_BYTES * width, 2 * heads * width, window)
+    local = LayerCaches(num_layers, DTYPE_BYTES * width, 2 * heads * width, window, True)
     caches = [local]
     for ratio in sorted({r for r in ratios if r}):
         # The least compressing layers choose the tokens they attend to by an index of their own.
         index = read("index_head_dim", default=0) if ratio == min(filter(None, ratios)) else 0
         work = 2 * heads * width // ratio
         bytes_per_token = DTYPE_BYTES * (width + index) / ratio
-        caches.append(LayerCaches(ratios.count(ratio), bytes_per_token, work))
+        layers = ratios.count(ratio)
+        caches.append(LayerCaches(layers, bytes_per_token, work, is_shared=True))
     return num_layers * (queries + hidden * width + outputs), tuple(caches), 0

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 
 from lm_eval_moecache.emulate.configuration import keys, read_config
-from lm_eval_moecache.emulate.stored import load_stored
+from lm_eval_moecache.emulate.stored import load_stored, published_files
 from lm_eval_moecache.records.files import is_file, read_json, read_yaml
 from lm_eval_moecache.records.names import Naming, UnknownNameError, find_name, read_aliases, spell
 from lm_eval_moecache.records.numbers import shown, unknown_name_error
-from lm_eval_moecache.records.real_model import RealModel
+from lm_eval_moecache.records.real_model import RealModel, Stored
 
 EMULATED_DIR = Path(__file__).resolve().parent
 ALSO_FILE = EMULATED_DIR / "also.csv"
@@ -132,7 +132,21 @@ def _shipped(typed: str, key: str) -> RealModel:
         return model
     said = found["name"].lower()
     stored = load_stored(_STORED_AS.get(said, said))
-    return replace(model, stored=stored, is_as_stored=True)
+    return replace(as_stored(model, stored), is_as_stored=True)
+
+
+def as_stored(model: RealModel, stored: Stored) -> RealModel:
+    """Return a model in a precision; where its file's size is published (files.csv), of that size.
+
+    The experts' bits are then those that make up the rest of the file.
+    """
+    sized = replace(model, stored=stored)
+    size = published_files().get((model.name, stored.name))
+    if size is None:
+        return sized
+    experts = model.num_layers * model.num_experts * model.expert_weights
+    bits = 8 * (size - sized.dense_bytes) / experts
+    return replace(model, stored=stored._replace(expert_bits=bits))
 
 
 def _unknown(key: str, typed: str, text: str, error: ValueError) -> ValueError:

@@ -20,6 +20,7 @@ from lm_eval_moecache.records.numbers import (
 from lm_eval_moecache.records.real_model import BF16, Stored
 
 PRECISIONS_FILE = Path(__file__).with_name("precisions.csv")
+FILES_FILE = PRECISIONS_FILE.with_name("files.csv")
 CACHE_BITS = {
     **{"f16": 16.0, "bf16": 16.0, "fp8": 8.0, "q8_0": 8.5},
     **{"q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5},
@@ -27,6 +28,8 @@ CACHE_BITS = {
 """Bits of an element of the KV cache, by the name of its type."""
 _GGUF = "GGUF"
 _Q8_0 = 8.5
+_LEAST_DENSE, _FEW = 4.5, 3.5
+"""Bits in which files of fewer keep all but the experts."""
 _FORMS = "ud-NAME of a GGUF type, 4bit (MLX), exl3:4.0, 4.5bpw"
 
 
@@ -42,6 +45,8 @@ def precisions(kind: str = "") -> Mapping[str, Stored]:
         if kind not in ("", row["about"]):
             continue
         usual = row["experts"] if row["about"] == _GGUF else "16"
+        if float(usual) < _FEW:
+            usual = str(_LEAST_DENSE)
         parts = ("experts", "rest", "vocabulary")
         experts, rest, vocabulary = (float(row[part] or usual) for part in parts)
         stored = Stored(row["name"], experts, rest, vocabulary)
@@ -60,8 +65,9 @@ def load_stored(name: str) -> Stored:
     is_dynamic, known = typed.startswith("ud_"), precisions()
     plain = typed.removeprefix("ud_")
     plain = known[plain].name if plain in known else plain
-    if plain in known and not is_dynamic:
-        return known[plain]
+    full = f"ud-{plain}" if is_dynamic else plain
+    if full in known:
+        return known[full]
     family = re.sub("_x?l$", "", plain)
     larger = "_l" if plain.endswith("_xl") and not is_dynamic else "_m"
     bases = map(precisions(_GGUF).get, (plain, family + larger, family))
@@ -69,7 +75,7 @@ def load_stored(name: str) -> Stored:
         bits = base.expert_bits
         rest = max(bits, _Q8_0) if is_dynamic else bits
         vocabulary = rest if base.name == plain else max(bits, _Q8_0)
-        return Stored(f"ud-{plain}" if is_dynamic else plain, bits, rest, vocabulary)
+        return Stored(full, bits, rest, vocabulary)
     if mlx := re.fullmatch(r"(?:mlx_?)?([2-8])_?bits?|mlx_?([2-8])", plain):
         bits = int(mlx[1] or mlx[2]) + 32 / 64
         return Stored(f"{bits - 0.5:g}bit", bits, bits, bits)
@@ -85,6 +91,13 @@ def load_stored(name: str) -> Stored:
     raise ValueError(
         f"precision={shown(name)} is not known.{near} Allowed: {listed(names, name)}; {_FORMS}."
     )
+
+
+@cache
+def published_files() -> Mapping[tuple[str, str], float]:
+    """Return the bytes of files by model and type of file, as files.csv has them."""
+    rows = read_csv(FILES_FILE, str(FILES_FILE))
+    return {(row["model"], row["type"]): 1e9 * float(row["gigabytes"]) for row in rows}
 
 
 def read_stored(config: Mapping[str, Any], what: str) -> Stored:

@@ -33,6 +33,8 @@ class LayerCaches(NamedTuple):
     """Multiply-adds of one query token with one cached token, in one layer."""
     window: int | None = None
     """Tokens that such a layer attends to; None for the whole context."""
+    is_shared: bool = False
+    """Whether all heads share what is cached (MLA, or a single key-value head)."""
 
     def tokens(self, context: int) -> int:
         """Return the cached tokens that a layer attends to in a context of this length."""
@@ -114,9 +116,11 @@ class RealModel:
         caches = (c._replace(bytes_per_token=share * c.bytes_per_token) for c in self.caches)
         return replace(self, caches=tuple(caches))
 
-    def attention_flops(self, context: int) -> float:
-        """Return the FLOP of one token's attention to a context, over all layers."""
-        return 2.0 * sum(c.num_layers * c.multiply_adds * c.tokens(context) for c in self.caches)
+    def attention_flops(self, context: int, *, shared: bool = False) -> float:
+        """Return the FLOP of one token's attention to a context, over all layers, or those whose
+        heads share what is cached."""
+        caches = [cache for cache in self.caches if cache.is_shared or not shared]
+        return 2.0 * sum(c.num_layers * c.multiply_adds * c.tokens(context) for c in caches)
 
     def prompt_flops(self, num_tokens: int) -> float:
         """Return the FLOP of a prompt's pass, whose last token alone goes through the output."""

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.records.runtimes import MECHANISMS_FILE
-from moecache_lab.fit_runtimes import START, fit, spreads_of
-from moecache_plan.mechanisms import Mechanisms, mechanisms
+from moecache_lab.fit_runtimes import START, Off, fit, spreads_of
+from moecache_plan.mechanisms import NEW_CARD, Mechanisms, mechanisms
 from tests.conftest import Moecache
 from tests.plan.test_published import ROWS, shipped
 
@@ -60,10 +60,26 @@ def test_constants_that_made_the_speeds_are_found_again() -> None:
 
 @given(st.lists(st.floats(1, 10), min_size=10, max_size=60))
 def test_the_reach_of_a_group_covers_four_fifths_of_it(factors: list[float]) -> None:
-    """Of n rows the one at rank (n + 1) x 0.8; each row's machine is its own here."""
-    groups = {"host": [(str(index), factor) for index, factor in enumerate(factors)]}
+    """Of n sources the one at rank (n + 1) x 0.8; each row's source is its own here."""
+    groups = {"host": [Off("m", str(index), factor) for index, factor in enumerate(factors)]}
     spread = spreads_of(groups)["host"]
     assert sum(factor <= spread.reach + 1e-3 for factor in factors) >= 0.8 * len(factors)
-    # Those of one machine say nothing of the machine's own range.
-    alone = {"host": [("a", 9.0)] * 5 + [(str(index), 2.0) for index in range(20)]}
+    assert spread.sources == len(factors) and spread.machines == 1
+    # Those of one source say nothing of the source's own range.
+    alone = {"host": [Off("m", "a", 9.0)] * 5 + [Off("m", str(n), 2.0) for n in range(20)]}
     assert spreads_of(alone)["host"].coverage == pytest.approx(20 / 25)
+
+
+def test_a_source_counts_once_and_few_make_a_wider_range() -> None:
+    """Fifty rows of one page are one voice; of three sources the furthest row is the range."""
+    many = [Off("m", "page", 1.1)] * 50
+    others = [Off("m", str(n), 1.5 + 0.1 * n) for n in range(9)]
+    assert spreads_of({"host": many + others})["host"].reach == pytest.approx(2.2)
+    assert spreads_of({"host": many + others[:2]})["host"].reach == pytest.approx(1.6)
+
+
+def test_a_card_without_rows_has_no_narrower_range_than_such_cards_had() -> None:
+    known = mechanisms()
+    usual, new = known.spread("host", True, "rtx-3090"), known.spread("host", True, "gtx-1050-ti")
+    assert new.reach == max(usual.reach, known.spreads[NEW_CARD].reach) > usual.reach
+    assert known.spread("resident", True, "m4-max-36gb") == known.spread("resident", True)

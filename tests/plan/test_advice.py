@@ -13,6 +13,7 @@ from lm_eval_moecache.emulate.stored import load_stored
 from lm_eval_moecache.records.real_model import RealModel
 from moecache_plan.advice import Setup, advise
 from moecache_plan.detect import parse_machine
+from moecache_plan.forecast import USUAL_CORES
 from moecache_plan.machines import Machine
 from moecache_plan.mechanisms import mechanisms
 from tests.conftest import Moecache
@@ -132,7 +133,7 @@ def test_a_processor_alone_reads_all_of_a_token_from_its_ram(moecache: Moecache)
     layers = model.num_layers
     nbytes = layers * (model.layer_dense_bytes + 8 * model.expert_bytes) + model.kv_bytes(4096)
     seconds = nbytes / (2 * 2666 * 8e6 * cost["host_share"]) + 1e-6 * layers * cost["host_layer_us"]
-    seconds += 1e-15 * model.attention_flops(4096) * cost["host_attention_us"]
+    seconds += 1e-15 * model.attention_flops(4096) * cost["host_attention_us"] / USUAL_CORES
     assert report["runtimes"][0]["tok_per_s"] == pytest.approx(1 / seconds)
     small = moecache.json("plan", *words, "--host_memory", "2x2666", "--ram", "16GB")
     assert small["runtimes"][0]["needs_drive"] and "--no-mmap" not in small["first"]

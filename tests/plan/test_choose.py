@@ -273,8 +273,10 @@ def test_it_looks_at_its_own_machine_and_marks_a_regime_that_the_trace_lacks(
     """26 cycles of Qwen3-Next are more than the trace's 21.3."""
     box = as_machine(load_hardware("rtx-5090"), about="this machine (a box)")
     monkeypatch.setattr("moecache_plan.detect.detect_machine", lambda: box)
+    monkeypatch.setattr("moecache_plan.detect.memory_rate", lambda cores: 72e9)
     steps = _first_steps(tmp_path, 12, moecache)
     page = moecache("choose", "Qwen3-Next-80B-A3B", "--trace", steps, "--capacity", "50%")
     page = " ".join(page.split())
-    assert page.startswith("Qwen3-Next-80B-A3B (bf16) on this machine (a box) with a cache of 50%")
+    machine = "this machine (a box, memory measured: copies at 72 GB/s)"
+    assert page.startswith(f"Qwen3-Next-80B-A3B (bf16) on {machine} with a cache of 50%")
     assert "which cannot show how many of them miss: --trace takes another" in page

@@ -29,6 +29,7 @@ def box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=32 * 2**30))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 6)
+    monkeypatch.setattr(module, "memory_rate", lambda cores: 16e9)
     return said
 
 
@@ -92,8 +93,15 @@ def test_without_a_card_it_is_a_processor_and_a_container_has_what_it_may_take(
     monkeypatch.setenv("COLUMNS", "100")
     page = moecache("plan", "qwen3-30b-a3b", "--precision", "q4_k_m").splitlines()
     assert page[0].startswith("Qwen3-30B-A3B on this machine (no card, AMD Ryzen 5 5600X")
-    assert "24 GiB of RAM); assumed: host memory" in " ".join(page[:2])
+    assert "24 GiB of RAM, memory measured: copies at 16 GB/s)." in " ".join(page[:2])
     assert "RAM 64 GB" not in " ".join(page)
+    page = moecache("plan", "qwen3-30b-a3b", "--host_memory", "2x5600").splitlines()
+    assert "measured" not in " ".join(page[:2]), "what is said needs no measuring"
+
+
+def test_memory_is_measured_by_copies_of_all_cores() -> None:
+    """A container's slowest and a server's twelve channels, in half a second."""
+    assert 5e8 < module.memory_rate(2) < 2e12
 
 
 def test_a_card_that_no_table_knows_is_named(box: dict[str, str]) -> None:

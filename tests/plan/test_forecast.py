@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm_eval_moecache.emulate.models import load_real_model
+from lm_eval_moecache.emulate.stored import load_stored
 from lm_eval_moecache.records.hardware import load_hardware
 from lm_eval_moecache.records.real_model import LayerCaches, RealModel, Stored
 from lm_eval_moecache.records.runtimes import Runtime, load_runtime
@@ -67,7 +69,7 @@ KNOWN = Mechanisms(
         **{"cuda_layer_us": 10, "rocm_layer_us": 20, "metal_layer_us": 30, "eager_layer_us": 40},
         **{"host_layer_us": 100, "copy_layer_us": 200, "read_layer_us": 300},
         **{"attention_share": 0.1, "card_state_us": 50, "host_state_us": 500},
-        **{"host_attention_us": 1e4, "crossing_us": 1000},
+        **{"host_attention_us": 16e4, "host_shared_us": 2e4, "crossing_us": 1000},
         **{"prefill_compute_share": 0.5, "prefill_link_share": 1.0},
         **{"prefill_card_share": 0.5, "prefill_chunk_ms": 10.0, "prefill_core_gflops": 50.0},
     },
@@ -144,13 +146,54 @@ def test_whole_layers_on_the_host_have_their_attention_and_dense_weights_there()
     assert work.host == pytest.approx(0.4 * 121e6 / 1e11)
     assert (work.host_layer, work.cuda_layer) == (pytest.approx(4), pytest.approx(6))
     assert (work.host_state, work.card_state) == (pytest.approx(0.8), pytest.approx(1.2))
-    assert work.host_attention == pytest.approx(0.4 * 2e-5)
+    assert work.host_attention == pytest.approx(0.4 * 2e-5 / 16), "of one of 16 cores"
     assert place(MODEL, MACHINE, HOST, read_placement("gpu_layers=10"), 0).mechanism == "resident"
     # 70 of the 140 MB of weights: five layers, where experts alone would all stay.
     small = replace(MACHINE, memory_bytes=1e9 + 70e6)
     whole = replace(HOST, placement="gpu_layers")
     assert automatic(MODEL, small, whole, 0) == Placement(kind="gpu_layers", amount=5)
     assert automatic(MODEL, MACHINE, whole, 0).kind == "resident"
+
+
+def test_a_processors_attention_goes_by_its_cores_and_kernels_and_by_what_heads_share() -> None:
+    """20 MFLOP of 1,000 tokens: 16 cores' 160 ms a GFLOP; where all heads share vectors, 20 ms."""
+
+    def added(machine: Machine, runtime: Runtime, is_shared: bool) -> float:
+        caches = (LayerCaches(10, 0.0, 1000, is_shared=is_shared),)
+        model = replace(MODEL, caches=caches)
+        cpu = Placement(kind="cpu")
+        placed = place(model, machine, runtime, cpu, 1000, known=KNOWN)
+        tokens = (
+            forecast(model, machine, runtime, placed, context, known=KNOWN).tok_per_s
+            for context in (1000, 0)
+        )
+        return sum(sign / speed for sign, speed in zip((1, -1), tokens, strict=True))
+
+    usual, fast = replace(ALONE, cores=None), replace(HOST, core_factor=4.0)
+    for machine, runtime, cores in ((usual, HOST, 16), (ALONE, HOST, 8), (ALONE, fast, 32)):
+        assert added(machine, runtime, False) == pytest.approx(0.02 * 160e-3 / cores)
+        assert added(machine, runtime, True) == pytest.approx(0.02 * 20e-3 / cores)
+
+
+@pytest.mark.parametrize(
+    ("model", "stored", "rate", "context", "adds"),
+    [
+        ("DeepSeek-V2-Lite", "q4_0", 83.2e9, 5120, 4.1e-3),
+        ("GLM-4.7-Flash", "iq5_k", 614.4e9, 16_000, 30e-3),
+        ("gpt-oss-20b", "mxfp4_moe", 83.2e9, 8192, 8.1e-3),
+    ],
+)
+def test_the_context_that_16_cores_attend_to_adds_what_was_measured(
+    model: str, stored: str, rate: float, context: int, adds: float
+) -> None:
+    """ik_llama.cpp's PR 410 and loftllc.dev, of MLA, and its pull request of gpt-oss, of GQA: by
+    the shipped constants within twice (GLM: what is left of 49.4 ms after its weights)."""
+    real = replace(load_real_model(model), stored=load_stored(stored))
+    machine = replace(ALONE, memory_bytes_per_s=rate, memory_bytes=1e11, cores=16)
+    ik = load_runtime("ik_llama.cpp")
+    placed = place(real, machine, ik, Placement(kind="cpu"), context)
+    long, short = (forecast(real, machine, ik, placed, n).tok_per_s for n in (context, 1))
+    assert adds / 2 < 1 / long - 1 / short < adds * 2
 
 
 def test_a_rule_of_thumb_and_the_ideal_are_bandwidths_alone() -> None:

@@ -47,8 +47,10 @@ def test_a_processors_first_token_is_told_where_its_cores_are_known(
     monkeypatch.setattr(
         "moecache_plan.detect.detect_machine", lambda: with_overrides(box, ram=64e9)
     )
+    monkeypatch.setattr("moecache_plan.detect.memory_rate", lambda cores: 40e9)
     page = moecache("plan", "gpt-oss-20b")
-    assert page.startswith("gpt-oss-20b on this machine (a box); assumed: host memory")
+    said = "gpt-oss-20b on this machine (a box, memory measured: copies at 40 GB/s)."
+    assert page.startswith(said)
     assert "not modelled" not in page and re.search(r"llama\.cpp +cpu .* s\n", page)
 
 
