@@ -54,6 +54,15 @@ def test_a_processors_first_token_is_told_where_its_cores_are_known(
     assert "not modelled" not in page and re.search(r"llama\.cpp +cpu .* s\n", page)
 
 
+def test_what_a_cache_takes_from_the_page_cache_is_said_to_be_not_modelled(
+    moecache: Moecache,
+) -> None:
+    asked = ("plan", "GLM-5", "--hardware", "rtx-5090", "--ram", "64GB", "--runtime")
+    said = "not modelled: what a large cache takes"
+    assert said in moecache(*asked, "colibri")
+    assert said not in moecache("plan", "gpt-oss-20b", "--hardware", "rtx-5090")
+
+
 def test_a_chips_memory_that_nobody_names_is_told_as_assumed(moecache: Moecache) -> None:
     asked = ("plan", "gpt-oss-20b", "--hardware", "Radeon 890M 32GB")
     page = moecache(*asked)
