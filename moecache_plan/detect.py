@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import mmap
+import os
 import platform
+import random
 import re
 import shutil
 import subprocess
@@ -42,6 +45,8 @@ _AMD_NAMES = ("Device Name", "Card Series", "Card series", "Card Model")
 LEAST_RAM = 10**9
 _COPIED, _SECONDS = 2**28, 0.3
 """Bytes that all cores copy together, more than their caches hold, and for how long."""
+_BLOCK, _READERS, _LARGE = 2**22, 4, 2**30
+"""Bytes of a read of about an expert, how many are under way, and the least of a file to read."""
 _NVIDIA = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 
 
@@ -65,10 +70,7 @@ def parse_machine(
         if given["host"] is None and not found.shares_memory:
             measured = memory_rate(found.cores or 1)
             found = found.with_host_rate(measured / MEASURED_SHARE, "measured on this machine")
-            found = replace(
-                found,
-                about=f"{found.about[:-1]}, memory measured: copies at {measured / 1e9:.3g} GB/s)",
-            )
+            found = _told(found, f"memory measured: copies at {measured / 1e9:.3g} GB/s")
     else:
         several = re.fullmatch(r"([0-9]{1,2}) ?[xX] ?(.+)", name.strip())
         cards = max(int(several[1]), 1) if several else 1
@@ -140,6 +142,51 @@ def memory_rate(cores: int) -> float:
 
     with ThreadPoolExecutor(cores) as pool:
         return sum(pool.map(copied, range(cores)))
+
+
+def with_measured_drive(machine: Machine, model: str) -> Machine:
+    """Return this machine with the rate at which its drive reads a large file past the page cache:
+    the model's, or else the largest of the hub cache; as it is where there is none."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for place in (Path(model), Path(HF_HUB_CACHE)):
+        files = [place] if place.is_file() else place.rglob("*") if place.is_dir() else ()
+        sizes = {file: file.stat().st_size for file in files if file.is_file()}
+        file = max(sizes, key=lambda each: sizes[each], default=None)
+        if file is not None and sizes[file] >= _LARGE and (rate := drive_rate(file)) is not None:
+            text = f"drive measured: reads at {rate / 1e9:.2g} GB/s"
+            return _told(with_overrides(machine, drive=rate), text)
+    return machine
+
+
+def drive_rate(file: Path) -> float | None:
+    """Return the bytes/s of scattered direct reads of a file, in half a second; None where the
+    system or the file system has none."""
+    blocks, direct = file.stat().st_size // _BLOCK, getattr(os, "O_DIRECT", None)
+
+    def read(seed: int) -> float:
+        draw, buffer = random.Random(seed), mmap.mmap(-1, _BLOCK)
+        handle = os.open(file, os.O_RDONLY | (direct or 0))
+        begin, moved, spent = perf_counter(), 0, 0.0
+        try:
+            while spent < _SECONDS:
+                moved += os.preadv(handle, [buffer], draw.randrange(blocks) * _BLOCK)
+                spent = perf_counter() - begin
+        finally:
+            os.close(handle)
+        return moved / spent
+
+    if direct is None or not blocks:
+        return None
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            return sum(pool.map(read, range(_READERS)))
+    except OSError:
+        return None
+
+
+def _told(machine: Machine, text: str) -> Machine:
+    return replace(machine, about=f"{machine.about[:-1]}, {text})")
 
 
 def _best(found: list[tuple[str, float, float]]) -> tuple[Hardware, int, str]:

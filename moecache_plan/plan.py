@@ -15,7 +15,7 @@ from lm_eval_moecache.records.numbers import listed_names, read_count
 from lm_eval_moecache.records.real_model import RealModel
 from lm_eval_moecache.records.runtimes import READ, load_runtime
 from moecache_plan.advice import Setup, advise, ranged, two_digits, usual_precision, usual_row
-from moecache_plan.detect import parse_machine
+from moecache_plan.detect import parse_machine, with_measured_drive
 from moecache_plan.machines import Machine
 from moecache_plan.models import load_model
 from moecache_plan.placement import BUFFERS, room, stored_for
@@ -72,6 +72,11 @@ def plan(
     chosen = None if model is None else load_model(fspath(model))
     stored = None if precision is None else load_stored(precision)
     machine = parse_machine(hardware, ram=ram, host_memory=host_memory, disk=disk)
+    if chosen is not None and hardware is None and disk is None:
+        usual = usual_precision(chosen, machine, context)
+        sized = usual if stored is None else as_stored(chosen, stored)
+        if sized.all_expert_bytes + sized.dense_bytes > machine.ram + machine.card_bytes:
+            machine = with_measured_drive(machine, fspath(model or ""))
     asked = {"measured": measured, "placement": placement, "runtime": runtime}
     if chosen is not None:
         report = _of_model(chosen, stored, precision, machine, (context, prompt), asked)

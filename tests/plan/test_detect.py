@@ -104,6 +104,24 @@ def test_memory_is_measured_by_copies_of_all_cores() -> None:
     assert 5e8 < module.memory_rate(2) < 2e12
 
 
+def test_the_drive_is_measured_where_weights_do_not_fit(
+    box: dict[str, str], tmp_path: Path, moecache: Moecache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the hub cache's largest file, and of a file system with direct reads, or not at all."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub/model").mkdir(parents=True)
+    (tmp_path / "hub/model/part").write_bytes(bytes(2**24))
+    assert "drive 5.6 GB/s" in moecache("plan", "Kimi-K2"), "no file is large"
+    monkeypatch.setattr(module, "_LARGE", 2**24)
+    found = module.drive_rate(tmp_path / "hub/model/part")
+    assert found is None or 1e6 < found < 1e12
+    monkeypatch.setattr(module, "drive_rate", lambda file: 2e9 if file.name == "part" else None)
+    page = " ".join(moecache("plan", "Kimi-K2").split())
+    assert "drive measured: reads at 2 GB/s)" in page and "drive 5.6" not in page
+    assert "drive measured" not in moecache("plan", "OLMoE-1B-7B")
+    assert "drive measured" not in moecache("plan", "Kimi-K2", "--disk", "3GB/s")
+
+
 def test_a_card_that_no_table_knows_is_named(box: dict[str, str]) -> None:
     box["nvidia-smi"] = "NVIDIA Quantum 1, 8192, 4, 16\n"
     with pytest.raises(ValueError, match=r"'NVIDIA Quantum 1'\. Say --hardware: Nearest: "):
