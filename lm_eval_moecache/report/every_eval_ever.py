@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from lm_eval_moecache.records.files import TINY, read_text
+from lm_eval_moecache.records.files import TINY, lines_of, read_text
 from lm_eval_moecache.report.runs.columns import FRAME_SETTINGS
 from lm_eval_moecache.report.runs.run import Run, Score, identity
 
@@ -135,7 +135,7 @@ def _instances(run: Run, made: dict[str, Any], path: Path) -> Iterator[dict[str,
     date = run.path.stem.removeprefix("results_")
     task = path.stem.removeprefix("samples_").removesuffix(f"_{date}")
     device = {"clock": run.moecache["clock"], "hardware": run.moecache["hardware"]["name"]}
-    for row in map(json.loads, read_text(path, repr(str(path))).splitlines()):
+    for row in map(json.loads, lines_of(read_text(path, repr(str(path))))):
         asked = [call["arg_0"] for call in row["arguments"].values()]
         is_choice, speed = len(asked) > 1, row.get("speed", {})
         choices = [str(call.get("arg_1")) for call in row["arguments"].values()]

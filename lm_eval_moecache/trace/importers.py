@@ -29,10 +29,19 @@ HEAD_BYTES = 1 << 20
 """Size of the file head from which its format is detected."""
 
 
+_FRONT = re.compile(rb"(?:\s*#[^\n]*\n)*\s*")
+"""What may stand in front of a trace. Matched by itself: no pattern is tried at all its ends."""
+
+
 def _begins(pattern: str) -> Callable[[bytes], bool]:
     """Whether a file begins so, blank lines and lines of `#` in front of it left out."""
-    begins = re.compile(rb"(?:\s*#[^\n]*\n)*\s*" + pattern.encode())
-    return lambda head: begins.match(head) is not None
+    begins = re.compile(pattern.encode())
+
+    def sniff(head: bytes) -> bool:
+        front = _FRONT.match(head)
+        return begins.match(head, front.end() if front else 0) is not None
+
+    return sniff
 
 
 def _has(*fields: str) -> str:

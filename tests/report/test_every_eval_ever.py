@@ -90,7 +90,7 @@ def test_a_thousand_samples_of_lm_eval_keep_text_score_and_times(
             "doc_id": number,
             "target": "7",
             "arguments": {"gen_args_0": {"arg_0": f"What is {number}?", "arg_1": {}}},
-            "resps": [[f" It is {number % 10}."]],
+            "resps": [[f" It is {number % 10}.\u2028"]],
             "filtered_resps": [str(number % 10)],
             "filter": "none",
             "metrics": ["acc"],
@@ -99,16 +99,16 @@ def test_a_thousand_samples_of_lm_eval_keep_text_score_and_times(
         }
         for number in range(1000)
     ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (tmp_path / f"samples_quiz_{DATE}.jsonl").write_text(text)
     aggregate, samples = map(Path, moecache("table", tmp_path, FORMAT, "--write").split())
     check(aggregate, samples)
-    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    lines = [json.loads(line) for line in samples.open()]
     assert len(lines) == 1000 and sum(line["evaluation"]["is_correct"] for line in lines) == 100
     document = json.loads(aggregate.read_text())
     assert document["detailed_evaluation_results"]["total_rows"] == 1000
     assert lines[17]["input"] == {"raw": "What is 17?", "reference": ["7"]}
-    assert lines[17]["output"] == {"raw": [" It is 7."]}
+    assert lines[17]["output"] == {"raw": [" It is 7.\u2028"]}
     times = {"latency_ms": 117.0, "time_to_first_token_ms": 20.0, "generation_time_ms": 97.0}
     assert times.items() <= lines[17]["performance"].items()
     assert lines[17]["performance"]["additional_details"]["clock"] == "virtual"

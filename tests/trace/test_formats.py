@@ -62,6 +62,14 @@ def test_a_file_is_told_by_its_content_and_read_with_all_it_has(file: str) -> No
         assert columns.weights[0].tolist() == [0.5, 0.25]
 
 
+@pytest.mark.parametrize("line", ["# a comment\n", "\n"])
+def test_a_file_of_comments_is_refused_at_once(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.csv"
+    path.write_text(line * (1 << 20))
+    with pytest.raises(ValueError, match=r"notes\.csv"):
+        find_format(str(path))
+
+
 def test_every_format_is_listed_and_has_a_file_here_and_a_line_in_the_documentation(
     moecache: Moecache,
 ) -> None:
