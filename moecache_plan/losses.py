@@ -221,11 +221,16 @@ def rules_of(name: str) -> list[str]:
 
 
 def known_names(lossy: str, task: str) -> tuple[str, str]:
-    """Return a rule and a task as they are called here: REAP is `prune`, ARC-C `arc_challenge`."""
+    """Return a rule and a task as they are called here: REAP is `prune`, ARC-C `arc_challenge`.
+
+    What is no rule's name, as a composition's path, stays as typed.
+    """
     rule = re.sub("[- ]", "_", lossy.strip().lower())
+    rule = _ALSO.get(rule, rule)
     spelled = {re.sub("_", "", name): name for name in _kinds()}
     name = re.sub("[^a-z0-9]", "", task.lower().replace("+", "plus"))
-    return _ALSO.get(rule, rule), spelled.get(_ALSO.get(name, name), task)
+    is_rule = rule in RULES or rule in ALGORITHMS
+    return rule if is_rule else lossy, spelled.get(_ALSO.get(name, name), task)
 
 
 def kind_of(task: str) -> str:

@@ -129,6 +129,7 @@ def test_a_rule_is_asked_for_by_class_algorithm_or_composition(name: str, rules:
         (("top-k", "humaneval+"), ("top_k", "humaneval_plus")),
         (("cache_prior", "MATH-500"), ("cache_prior", "math500")),
         (("prune", "gpqa"), ("prune", "gpqa")),
+        (("buddymoe", "gpqa"), ("buddymoe", "gpqa")),
     ],
 )
 def test_rules_and_tasks_are_known_by_other_names(
@@ -136,6 +137,15 @@ def test_rules_and_tasks_are_known_by_other_names(
 ) -> None:
     assert known_names(*typed) == known
     assert rules_of(known[0]) and kind_of(known[1])
+
+
+def test_a_composition_by_its_path_keeps_its_letters(tmp_path: Path) -> None:
+    path = tmp_path / "My-Rule.yaml"
+    path.write_text(
+        "name: mine\nrouting: cache_prior\nprefetch: none\neviction: lru\nmiss: fetch\n"
+    )
+    rule, _ = known_names(str(path), "gpqa")
+    assert rule == str(path) and rules_of(rule) == ["reroute"]
 
 
 def test_scores_that_a_judge_gives_are_no_shares_of_right_answers() -> None:
