@@ -99,6 +99,11 @@ def test_what_cannot_be_followed_is_refused_by_name(asked: dict[str, Any], said:
         check_generation(asked, speculative=False)
 
 
+def test_stops_by_the_name_that_others_give_them_are_refused_with_ours() -> None:
+    with pytest.raises(ArgumentsError, match=r"stop=\['x'\] is not known\. Did you mean 'until'"):
+        check_generation({"stop": ["x"]}, speculative=False)
+
+
 @pytest.mark.parametrize(("own", "said"), OF_A_CHECKPOINT, ids=str)
 def test_so_it_is_in_a_checkpoint_unless_a_request_turns_it_off(
     own: dict[str, Any], said: str

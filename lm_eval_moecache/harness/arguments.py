@@ -102,6 +102,9 @@ FROM_PRETRAINED = (
     *("use_safetensors", "variant"),
 )
 
+_STORED = {"load_in_4bit": "precision=int4", "load_in_8bit": "precision=int8"}
+"""What transformers called the experts' precision."""
+
 
 class Config(ModelArguments):
     """Our share of the model arguments, checked, with its names resolved; the rest is HFLM's.
@@ -176,9 +179,11 @@ def split_arguments(
             hflm_args[key] = value
         else:
             allowed = {*KEYS, *hflm}
+            meant = _STORED.get(key)
+            near = f" Did you mean {meant!r}?" if meant else nearest(key, allowed)
             raise ValueError(
                 f"model_args: the key {key!r} (with value {value!r}) is not known."
-                f"{nearest(key, allowed)} Allowed: {listed(KEYS, key, '`moecache eval -h`')}; an "
+                f"{near} Allowed: {listed(KEYS, key, '`moecache eval -h`')}; an "
                 "axis' parameter as eviction.NAME; the arguments of lm-eval's `hf` model."
             )
     return own_args, hflm_args

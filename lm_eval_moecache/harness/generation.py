@@ -24,6 +24,9 @@ TOGETHER, ALONE, DRAFTS = "together", "alone", "drafts"
 _CACHES = ("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked")
 """Values of `cache_implementation` that keep keys and values whole and on the device."""
 
+_STOPS = ("stop", "stop_sequences", "stop_sequence")
+"""What others call `until`."""
+
 
 class Option(Schema):
     """A row of `generation.yaml`, which explains the columns."""
@@ -123,6 +126,8 @@ def _check_value(key: str, value: Any) -> None:
     what, option = f"gen_kwargs: {key}", options().get(key, Option())
     known = {*fields(), *(name for name, each in options().items() if each.own)}
     if key not in known or option.asked:
+        if key in _STOPS:
+            raise ValueError(f"{what}={shown(value)} is not known. Did you mean 'until'?")
         allowed = [name for name in known if _is_followed(options().get(name, Option()))]
         raise unknown_name_error("gen_kwargs: the key", key, allowed)
     if value is None:
