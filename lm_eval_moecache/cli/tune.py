@@ -60,8 +60,9 @@ def tune(
         jobs: processes that run the model
         seed: seed of the search
     """
-    # These two need scores or limits, which a replay of routing has not.
-    answers = ("right_per_hour", "goodput")
+    # The first two need scores or limits, which a replay of routing has not; a card that is used
+    # more is not faster.
+    answers = ("right_per_hour", "goodput", "s_mbu")
     allowed = [
         name
         for name, m in METRICS.items()

@@ -158,7 +158,8 @@ def confirm(
         args["phases"] = policy["phases"]
     if best["measured_by"] == BY_REPLAY:
         live = runner.run(runner.candidate(name, args))
-        say(f"{name}: run: accuracy {live.accuracy:.3f}, speed {live.speed:.1f}")
+        metric = runner.objective.metric
+        say(f"{name}: run: accuracy {live.accuracy:.3f}, {metric} {live.speed:.1f}")
     samples = other_documents(runner.objective)
     if not samples:
         return None
@@ -288,7 +289,8 @@ class Search:
         trial.set_user_attr("entry", entry)
         trial.set_constraint("budget", self.runner.floor - measured.accuracy)
         source = "replayed" if measured.measured_by == BY_REPLAY else "run"
-        text = f"{label}: accuracy {measured.accuracy:.3f}, speed {measured.speed:.1f} ({source})"
+        speed = f"{self.runner.objective.metric} {measured.speed:.1f}"
+        text = f"{label}: accuracy {measured.accuracy:.3f}, {speed} ({source})"
         self.say(text if name else f"{text}: {composition_text(policy.as_dict())}")
         return measured.speed
 

@@ -228,6 +228,12 @@ def test_no_trial_begins_when_the_time_is_up(command: list[str], moecache: Moeca
     assert resumed["left_out"] == {}
 
 
+def test_what_a_replay_does_not_measure_is_no_objective(tmp_path: Path, moecache: Moecache) -> None:
+    for metric in ("right_per_hour", "goodput", "s_mbu"):
+        said = moecache("tune", f"--out={tmp_path}", f"--metric={metric}", code=2)
+        assert f"metric={metric!r} is not known" in said
+
+
 GEOMETRY = make_geometry(num_layers=2, num_experts=8, top_k=2)
 
 
