@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Literal
 
 from lm_eval_moecache.harness.arguments import hflm_keys
@@ -16,7 +17,7 @@ from lm_eval_moecache.report.compare import (
     CompareOptions,
 )
 from lm_eval_moecache.report.compare import compare as compared
-from lm_eval_moecache.report.runs.answers import read_slo
+from lm_eval_moecache.report.runs.answers import GOODPUT, read_slo
 from lm_eval_moecache.report.runs.columns import chosen_runs
 from lm_eval_moecache.report.runs.files import load_runs
 
@@ -49,10 +50,11 @@ def compare(
         baseline: a folder of results, or one results file
         new: the same for the change under test
         tolerance: relative tolerance for speed, either way: 5%, or tok_per_s=5%,miss_rate=1%, or
-            both; default: 0 (exact) on the baseline's machine, 2% on others, 10% with the wall
-            clock
+            both; default: 0 (exact) on the baseline's machine, 2% on others and for tested figures
+            of runs of other settings, 10% with the wall clock
         floor: smallest change of a score that counts: 0.5% is half a point of accuracy or half a
-            percent of a perplexity; default: 0 on the baseline's machine, else 0.5%
+            percent of a perplexity; default: 0 for the same settings on the baseline's machine,
+            else 0.5%
         alpha: probability of a false alarm over all tested scores
         same_machine: whether both machines round identically; auto: decided from the records
         metrics: speed metrics to compare, as `table --columns` names them
@@ -70,7 +72,7 @@ def compare(
         floor=None if floor is None else _share("--floor", floor),
         tolerance=general,
         tolerances=by_metric,
-        metrics=(*listed_names(metrics), *(["goodput"] if slo else [])),
+        metrics=(*listed_names(metrics), *([GOODPUT] if slo else [])),
         ignore=tuple(listed_names(ignore)),
         same_machine=_SAME_MACHINE[same_machine],
     )
@@ -84,6 +86,8 @@ def compare(
         if name not in names:
             raise unknown_name_error("ignore", name, names)
     comparison = compared(before, after, rules)
+    if slo and not (comparison.rows.metric == GOODPUT).any():
+        sys.stderr.write("moecache: no run here has goodput: --slo has no effect.\n")
     return Report(
         json.loads(FORMS["json"](comparison)),
         lambda: FORMS[format](comparison, everything=all),

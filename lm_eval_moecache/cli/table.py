@@ -14,12 +14,12 @@ from lm_eval_moecache.records.files import read_json, read_yaml, write_whole
 from lm_eval_moecache.records.numbers import listed_names
 from lm_eval_moecache.records.schemas import check
 from lm_eval_moecache.report import every_eval_ever
-from lm_eval_moecache.report.runs.answers import read_slo
+from lm_eval_moecache.report.runs.answers import GOODPUT, read_slo
 from lm_eval_moecache.report.runs.files import RUNS, TABLE, load_runs
 from lm_eval_moecache.report.runs.run import Run
 from lm_eval_moecache.report.runs.schema import RowsFile
 from lm_eval_moecache.report.tables import FORMS
-from lm_eval_moecache.report.tables.leaderboard import GOODPUT, Table, distinct, leaderboard
+from lm_eval_moecache.report.tables.leaderboard import Table, distinct, leaderboard
 from lm_eval_moecache.report.tables.lost import lost_points
 from lm_eval_moecache.report.tables.schema import Board
 from lm_eval_moecache.report.tables.text import rows_as_markdown

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_eval_moecache.records.numbers import unknown_name_error
-from lm_eval_moecache.report.metrics import METRICS, Column, metric_column
+from lm_eval_moecache.report.metrics import METRICS, Column, clustered_stderr, metric_column
 from lm_eval_moecache.report.runs.answers import AN_HOUR_MS, rights_of, shares_of
 from lm_eval_moecache.report.runs.run import ONLY_HOW, Run, Score, identity
 from lm_eval_moecache.report.statistics import (
@@ -68,8 +68,8 @@ class CompareOptions:
     """How much worse a metric may get. `tolerances` override `tolerance` by metric.
 
     Tolerances are relative to the baseline. `floor` and `tolerance` None: 0 for two runs on one
-    machine under the virtual clock, else `DEFAULT_FLOOR` and `TOLERANCE`. `same_machine` None:
-    read from the records.
+    machine under the virtual clock, else `DEFAULT_FLOOR` and `TOLERANCE`; these also for scores and
+    `ANSWERS` of two runs of other settings. `same_machine` None: read from the records.
     """
 
     alpha: float = DEFAULT_ALPHA
@@ -511,18 +511,31 @@ def _ratio_test(column: Column, old: Run, new: Run) -> Test | None:
         if rate is None or not parts or not all(part[0] for part in parts):
             return None
         right, times = (np.concatenate([part[place] for part in parts]) for place in (1, 2))
-        known.append([(task, part[0]) for task, part in zip(scores, parts, strict=True)])
+        labels = _first_of_batch([part[3] for part in parts])
+        known.append(([*scores], [part[0] for part in parts], labels))
         rates.append(rate)
         residuals.append((AN_HOUR_MS * right - rate * times) / times.mean())
-    count = len(residuals[0])
-    if count < 2 or known[0] != known[1]:
+    if known[0] != known[1]:
+        return None
+    count, change = len(residuals[0]), residuals[1] - residuals[0]
+    error = clustered_stderr(change - change.mean(), known[0][2], count)
+    if error is None:
         return None
     gain = rates[1] - rates[0]
-    error = float(np.std(residuals[1] - residuals[0], ddof=1)) / math.sqrt(count)
     p_loss, p_gain = z_test(-gain, error), z_test(gain, error)
     ends, p = (gain - Z_95 * error, gain + Z_95 * error), min(2 * min(p_loss, p_gain), 1.0)
     found = Difference(gain, *ends, count, p, "test of a ratio")
     return Test(p_loss, p_gain, f"right answers over time of {count} documents", difference=found)
+
+
+def _first_of_batch(labels: Sequence[Sequence[float]]) -> list[int]:
+    """Return for each document of the tasks the place of the first one of its batch.
+
+    Of `labels`, task by task, those below 0 are of documents that were served alone.
+    """
+    first: dict[tuple[float, int], int] = {}
+    keys = [(label, i if label < 0 else -1) for i, part in enumerate(labels) for label in part]
+    return [first.setdefault(key, place) for place, key in enumerate(keys)]
 
 
 def _trade(task: str, old: Run, new: Run) -> str | None:

@@ -174,7 +174,7 @@ def metric_column(name: str) -> Column | None:
     base, dot, percentile = metric.partition(".")
     phase = next((p for p in PHASES if base.startswith(p)), "")
     declared = METRICS.get(base.removeprefix(phase))
-    if declared is None or (dot and percentile not in PERCENTILES):
+    if declared is None or (dot and (base not in LATENCIES or percentile not in PERCENTILES)):
         return None
     heading = f"{phase[:-1].capitalize()} {declared.heading.lower()}" if phase else declared.heading
     suffix = (f" {percentile}" if percentile else "") + (f" ({task})" if task else "")

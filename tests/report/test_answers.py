@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm_eval_moecache.cli.main import main
+from lm_eval_moecache.report.compare import answers_test
+from lm_eval_moecache.report.metrics import metric_column
 from lm_eval_moecache.report.runs.answers import costs_of, read_slo
 from lm_eval_moecache.report.runs.files import load_runs
 from tests.conftest import Moecache
@@ -56,6 +58,8 @@ def test_right_answers_an_hour_tokens_and_goodput_are_those_worked_by_hand(tmp_p
     assert (run["goodput"].raw, run["goodput"].stderr) == (0.5, pytest.approx(math.sqrt(1 / 12)))
     [without] = load_runs(tmp_path)
     assert without["goodput"].raw is None
+    # Only latencies have percentiles: under such a name a mean would pass for one.
+    assert [run[f"{name}.p99"].raw for name in ("right_per_hour", "tok_per_s")] == [None, None]
 
 
 @given(st.integers(2, 400), st.floats(5, 1000), st.floats(0.5, 100))
@@ -98,9 +102,45 @@ def test_tables_are_in_order_of_right_answers_an_hour_and_show_goodput(
     assert "| Goodput | Right/h | E2E ms | Tokens | tok/s |" in header
     assert first.startswith("| a |") and " 1137 ±" in first and " 0.750 ±0.250 " in first
     assert second.startswith("| b |") and " 0 ±0 " in second
-    assert moecache("table", folder, "--columns=policy", "--slo=e2el=9s").startswith(
-        "| Policy | Goodput |"
-    )
+    printed = moecache("table", folder, "--columns=policy", "--slo=e2el=9s,itl=50ms")
+    assert printed.startswith("| Policy | Goodput |")
+    assert "Goodput: the share of requests with e2el ≤ 9000 ms, tpot ≤ 50 ms." in printed
+
+
+def test_limits_are_drawn_and_compared_or_said_to_have_no_effect(
+    tmp_path: Path, moecache: Moecache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slower = [(2 * first, each, count, right) for first, each, count, right in ANSWERS]
+    folder = write(tmp_path / "drawn", served("a"), served("b", slower, policy="b"))
+    panels = "panels: [{x: e2el_ms, y: accuracy}]"
+    (folder / "sweep.yaml").write_text(f"name: x\ntasks: quiz\nfigures: [{{name: y, {panels}}}]")
+    assert "goodput" not in moecache("plot", folder)
+    assert "accuracy_goodput.svg" in moecache("plot", folder, "--slo=e2el=3.2s")
+    untimed = write(tmp_path / "untimed", record("a"))
+    capsys.readouterr()
+    assert main(["compare", str(untimed), str(untimed), "--slo=e2el=3s"]) == 0
+    assert "--slo has no effect" in capsys.readouterr().err
+
+
+def test_documents_of_one_batch_are_one_sample_of_a_difference_of_right_answers_an_hour(
+    tmp_path: Path,
+) -> None:
+    """Ten copies of each document, in a batch each, say no more than the document alone."""
+    column, errors = metric_column("right_per_hour@quiz"), []
+    assert column is not None
+    slower = tuple((1.5 * first, each, n, right) for first, each, n, right in ANSWERS)
+    for copies in (1, 10):
+        sides = []
+        for name, answers in (("old", ANSWERS), ("new", slower)):
+            run = served(name, answers * copies)
+            if copies > 1:
+                batches = {str(i): i % len(answers) for i in range(len(answers) * copies)}
+                run["scores"]["quiz"]["batch,speed"] = batches
+            sides += load_runs(write(tmp_path / f"{name}{copies}", run))
+        test = answers_test(column, *sides)
+        assert test is not None and test.difference is not None
+        errors.append(test.difference.high - test.difference.low)
+    assert errors[0] == pytest.approx(errors[1])
 
 
 def test_a_comparison_tells_a_faster_token_from_a_faster_answer_and_can_fail_by_goodput(

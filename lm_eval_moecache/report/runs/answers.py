@@ -37,6 +37,7 @@ SLO = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "tpot_ms", "e2el": "e2el_ms"
 """Word of `--slo` (those of vLLM's bench, AIPerf and guidellm) -> metric of a request. A request's
 `itl` is the mean time between its tokens, its `tpot`."""
 _UNITS = {"ms": 1.0, "s": 1000.0, "min": 60_000.0}
+GOODPUT = "goodput"
 AN_HOUR_MS = 3.6e6
 _NEAR = 0.1
 """How far from a whole number the tokens may be that follow from times of six digits."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from lm_eval_moecache.algorithms.registry import AXES
 from lm_eval_moecache.report.metrics import PERCENTILES, UNCHANGED, Column
+from lm_eval_moecache.report.runs.answers import GOODPUT
 from lm_eval_moecache.report.runs.columns import find_column, score_column
 from lm_eval_moecache.report.runs.run import (
     ACCURACY,
@@ -29,12 +30,12 @@ from lm_eval_moecache.report.tables.front import best_rows, pareto_front
 # Hits are 1 less the misses, and no column of their own.
 _SPEED = ("tok_per_s", "tpot_ms", "ttft_ms", "miss_rate")
 _ANSWERS = ("right_per_hour", "e2el_ms", "output_tokens")
-GOODPUT = "goodput"
 _RESOLVED = ("capacity", "link", "draft", "store")
 _CALLED = ("name", "composition", "source")
 _VERSIONS = ("lm-eval-moecache", "lm-eval", "torch", "transformers")
 _MOST_LISTED = 3
 BEWARE, BOUNDS, EMULATED, INTERVAL = "Beware", "Bounds", "Emulated", "Interval"
+LIMITS = "Limits"
 PARAMETERS = "Parameters"
 _OFFLINE = {"eviction": "belady", "prefetch": "oracle"}
 """The algorithms that know the future, by axis."""
@@ -329,6 +330,9 @@ def about(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
             f"Answers are those of the model that ran ({facts['Model']}), times those of a model "
             f"with the sizes of {emulated}"
         )
+    if slo := next((run.slo for run in runs if run.slo), None):
+        limits = (f"{name.removesuffix('_ms')} ≤ {most:g} ms" for name, most in slo.items())
+        facts[LIMITS] = f"Goodput: the share of requests with {', '.join(limits)}"
     if parameters := _shared_parameters(runs):
         facts[PARAMETERS] = f"In all rows {', '.join(parameters)}"
     mixed = [name for name in _VERSIONS if len({v[name] for v in versions if v.get(name)}) > 1]

@@ -13,6 +13,7 @@ from lm_eval_moecache.report.tables.leaderboard import (
     BOUNDS,
     EMULATED,
     INTERVAL,
+    LIMITS,
     PARAMETERS,
     Table,
 )
@@ -66,7 +67,7 @@ def notes(table: Table) -> list[str]:
         texts.append(f"Rows of different {', '.join(table.apart)} are not compared")
     if {"tok_per_s", "tpot_ms"} <= {c.name for c in table.columns}:
         texts.append(_PROMPT)
-    noted = (EMULATED, INTERVAL, BEWARE, BOUNDS, PARAMETERS)
+    noted = (EMULATED, INTERVAL, BEWARE, BOUNDS, LIMITS, PARAMETERS)
     return [*texts, *(text for name, text in table.about if name in noted)]
 
 
