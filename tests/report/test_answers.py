@@ -62,6 +62,17 @@ def test_right_answers_an_hour_tokens_and_goodput_are_those_worked_by_hand(tmp_p
     assert [run[f"{name}.p99"].raw for name in ("right_per_hour", "tok_per_s")] == [None, None]
 
 
+def test_a_score_by_overlap_counts_no_right_answers(tmp_path: Path) -> None:
+    """TruthfulQA's ROUGE is in percent: one of 0.75 is no three right answers of four."""
+    run = served("a")
+    for part in (run["results"]["quiz"], run["scores"]["quiz"]):
+        for name in [name for name in part if name.startswith("acc")]:
+            part[name.replace("acc", "rouge1_max")] = part.pop(name)
+    [loaded] = load_runs(write(tmp_path, run))
+    assert loaded.score("quiz") is not None and loaded["output_tokens"].raw is not None
+    assert loaded["right_per_hour"].raw is None
+
+
 @given(st.integers(2, 400), st.floats(5, 1000), st.floats(0.5, 100))
 def test_the_tokens_and_time_of_an_answer_follow_from_six_digits_or_are_left_out(
     count: int, first: float, each: float

@@ -39,6 +39,7 @@ SLO = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "tpot_ms", "e2el": "e2el_ms"
 _UNITS = {"ms": 1.0, "s": 1000.0, "min": 60_000.0}
 GOODPUT = "goodput"
 AN_HOUR_MS = 3.6e6
+_OVERLAP = ("f1", "bleu", "chrf", "rouge")
 _NEAR = 0.1
 """How far from a whole number the tokens may be that follow from times of six digits."""
 
@@ -100,12 +101,17 @@ def costs_of(
 
 
 def shares_of(run: Run, tasks: Sequence[str]) -> dict[str, Any]:
-    """Return the primary scores of those of the tasks that generate and are scored from 0 to 1."""
+    """Return the primary scores of those of the tasks that generate and are scored from 0 to 1.
+
+    Not those by the overlap of texts: some tasks have them in percent, and 0.6% of ROUGE would pass
+    for six right answers of ten.
+    """
     scores = {task: run.score(task) for task in _generating(run, tasks)}
     return {
         task: score
         for task, score in scores.items()
         if score is not None and score.higher_is_better and 0 <= score.value <= 1
+        if not score.metric.startswith(_OVERLAP)
     }
 
 
