@@ -26,7 +26,7 @@ from lm_eval_moecache.trace.importers import load_trace
 from lm_eval_moecache.trace.trace import Trace
 from tests.artifacts import predictor_of
 from tests.conftest import Checkpoint
-from tests.harness import make_instance
+from tests.harness import choices, make_instance
 
 
 def _cases() -> list[dict[str, str]]:
@@ -133,6 +133,15 @@ def test_rows_of_a_batch_are_recorded_with_their_own_predictions(
     monkeypatch.setattr(lm, "batch_size_per_gpu", 3)
     given = {"policy": "specmd", "streams": 1, "trace_keep": "all", "capacity": "40%"}
     _assert_replayed(lm, _recorded(lm, tmp_path, given))
+
+
+def test_choices_that_find_the_cache_as_others_left_it_are_recorded_as_their_own_passes(
+    lm: MoECacheLM, tmp_path: Path
+) -> None:
+    given = {"policy": "max_rank", "capacity": "40%", "cache_reset": "never", "trace_keep": "all"}
+    lm.install(read_config({**given, "trace": str(tmp_path)}))
+    lm.loglikelihood(choices(), True)
+    _assert_replayed(lm, load_trace(str(lm.finish_trace()), logits=True, predicted=True))
 
 
 @pytest.mark.parametrize("cache_reset", ["never", "request"])

@@ -344,8 +344,8 @@ class MoECacheLM(HFLM):
                 ledger.serve([])
             if engine is not self.engine:
                 self.engine.merge(engine, served)
-            elif row.engine is not None:
-                first -= len(row.noted)
+            elif row.engine is not None and record.passes:
+                first = record.passes[0].index
             for each in served:
                 if each.output_tokens is not None:
                     cut_passes(each)
