@@ -73,7 +73,7 @@ def load_stored(name: str) -> Stored:
     bases = map(precisions(_GGUF).get, (plain, family + larger, family))
     if base := next(filter(None, bases), None):
         bits = base.expert_bits
-        rest = max(bits, _Q8_0) if is_dynamic else bits
+        rest = max(bits, _Q8_0) if is_dynamic else base.dense_bits
         vocabulary = rest if base.name == plain else max(bits, _Q8_0)
         return Stored(full, bits, rest, vocabulary)
     if mlx := re.fullmatch(r"(?:mlx_?)?([2-8])_?bits?|mlx_?([2-8])", plain):

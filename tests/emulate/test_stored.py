@@ -20,6 +20,12 @@ def test_a_precision_is_known_by_the_name_people_use(typed: str) -> None:
     assert load_stored(stored.name) == stored
 
 
+def test_a_file_with_another_vocabulary_is_otherwise_as_its_type() -> None:
+    for name in ("q2_k", "q3_k_l", "q4_k_m"):
+        larger, usual = load_stored(f"{name[:4]}_xl"), load_stored(name)
+        assert larger[1:3] == usual[1:3] and larger.vocab_bits == 8.5
+
+
 def test_other_names_are_refused_with_what_is_allowed() -> None:
     for typed in NAMES["no_precisions"]:
         with pytest.raises(ValueError, match="precision="):
