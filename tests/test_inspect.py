@@ -19,6 +19,8 @@ from inspect_ai.scorer import match  # noqa: E402
 from inspect_ai.solver import generate, use_tools  # noqa: E402
 from inspect_ai.tool import bash  # noqa: E402
 
+from lm_eval_moecache.harness.inspect_model import MoECacheAPI  # noqa: E402
+
 QUESTIONS = {
     "Question: Tom has 3 apples and 4 pears. How many fruits does he have?\nAnswer:": "7",
     "Question: Mia had 12 eggs and ate 5. How many are left?\nAnswer:": "7",
@@ -85,6 +87,22 @@ def test_what_cannot_be_followed_fails_by_name(
 ) -> None:
     failed = run(tmp_path, **options)
     assert failed.status == "error" and message in failed.error.message
+
+
+def test_a_request_that_fails_leaves_the_others_of_its_batch_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = MoECacheAPI._serve
+
+    def serve(api: Any, batch: list[Any]) -> None:
+        if "Tom" in batch[0][0]:
+            raise ValueError("no answer for Tom")
+        served(api, batch)
+
+    monkeypatch.setattr(MoECacheAPI, "_serve", serve)
+    samples = run(tmp_path, max_tokens=2, fail_on_error=False).samples
+    errors = [sample.error and sample.error.message for sample in samples]
+    assert errors == ["ValueError('no answer for Tom')", None, None]
 
 
 def test_a_misspelt_key_is_refused_before_the_model_loads(tmp_path: Path) -> None:

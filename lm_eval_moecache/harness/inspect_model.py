@@ -106,7 +106,13 @@ class MoECacheAPI(ModelAPI):
         async with self._served:
             if not outputs:
                 batch, self._waiting = self._waiting, []
-                await anyio.to_thread.run_sync(self._serve, batch)
+                try:
+                    await anyio.to_thread.run_sync(self._serve, batch)
+                except Exception:
+                    # Each of the others tries again, and fails by its own error if it has one.
+                    others = [each for each in batch if not each[2] and each[2] is not outputs]
+                    self._waiting = others + self._waiting
+                    raise
         return outputs[0]
 
     def _prompt(self, messages: list[ChatMessage]) -> str:
