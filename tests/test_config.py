@@ -214,6 +214,13 @@ def test_what_lm_eval_would_stumble_over_is_said_before_the_run(
         check_command(["--model", "moecache", *TASK, *words])
 
 
+def test_a_task_in_a_configuration_may_be_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: moecache\ntasks: 987654321\n")
+    with pytest.raises(ArgumentsError, match="tasks='987654321' is not known"):
+        check_command(["run", "--config", str(file)])
+
+
 @pytest.mark.parametrize(
     ("pretrained", "output", "tasks"),
     [

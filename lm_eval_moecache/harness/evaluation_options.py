@@ -166,7 +166,7 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
     for key in {"tasks", "include_path"} & options.keys():
         given = options[key]
         split = listed_names(given) if key == "tasks" and isinstance(given, str) else given
-        options[key] = [split] if isinstance(split, str) else [*map(str, split)]
+        options[key] = [*map(str, split)] if isinstance(split, (list, tuple)) else [str(split)]
     limit = options.get("limit")
     if isinstance(limit, float) and limit.is_integer():
         options["limit"] = int(limit)
