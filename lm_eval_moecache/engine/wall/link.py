@@ -1,4 +1,4 @@
-"""The wall clock and its link: a prefetch queue, a worker thread that copies, and its traffic."""
+"""The link of the wall clock: a worker thread that copies, what is given to it, and its traffic."""
 
 from __future__ import annotations
 
