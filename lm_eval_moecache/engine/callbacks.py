@@ -19,6 +19,7 @@ _NAMES = (
     *("on_pass", "keys", "on_insert", "on_insert", "on_predicted", "on_miss", "on_evict"),
     *("on_executed", "on_executed", "on_event"),
 )
+"""What a message calls, by its number; those of a wall engine are its own."""
 _OF_KEYS = (cache.DEMANDED, cache.PREFETCHED, cache.HINTED, cache.MISSED, cache.EVICTED)
 SPANS = ("dense", "wait", "stall", "wake", "experts", "transfer", "loads", "host")
 """By number, the names of `clock.SPANS`."""
@@ -160,6 +161,8 @@ class Callbacks:
                     self._notify[kind](number)
             except Exception as error:
                 layer = number // run.num_experts if kind in _OF_KEYS else number
+                if kind >= len(_NAMES):
+                    raise
                 with self._rules.naming("eviction", _NAMES[kind], layer if kind else None):
                     raise error
 

@@ -14,6 +14,7 @@ from lm_eval_moecache.algorithms.eviction.textbook import Clock
 from lm_eval_moecache.algorithms.miss.base import MissOverRows
 from lm_eval_moecache.algorithms.registry import algorithm_names, find_algorithm
 from lm_eval_moecache.algorithms.routing.base import RoutingOverRows
+from lm_eval_moecache.engine import callbacks
 from lm_eval_moecache.engine.engine import Engine
 from lm_eval_moecache.engine.replay import replay
 from lm_eval_moecache.engine.rows import Rows
@@ -301,3 +302,11 @@ def test_a_scanned_text_is_served_as_token_by_token(case: Mapping[str, Any]) -> 
     assert figures(fast) == figures(slow)
     assert bool(num_changed) == (fast.rules.is_lossy)
     assert sum(record.misses for record in fast.ledger.passes) > 0
+
+
+def test_a_full_buffer_of_messages_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = draw_trace(3)
+    setting = setting_for(trace, 9, {"eviction": "arc"})
+    expected = figures(replay(trace, setting))
+    monkeypatch.setattr(callbacks, "_MESSAGES", 6)
+    assert figures(replay(trace, setting)) == expected

@@ -31,6 +31,7 @@ from tests.engine.scripted import (
     make_setting,
     run_layer,
 )
+from tests.engine.test_ladder import LADDER, Wanted
 
 
 class Slots(StillMover):
@@ -48,6 +49,13 @@ class Slots(StillMover):
             time.sleep(self._random.choice((0.0, 0.0, 0.0005, 0.001)))
         self.slots[transfer.slot] = transfer.key
         return None
+
+
+class Roomy(Slots):
+    """Slots for any number of keys."""
+
+    def __init__(self, num_slots: int, seed: int | None = None) -> None:
+        super().__init__(99, seed)
 
 
 def wall_engine(
@@ -228,18 +236,57 @@ def test_a_late_expert_is_replaced_or_awaited(late: str) -> None:
     assert (record.late, record.misses, record.substituted) == (1, 0, late == "replace")
 
 
-@pytest.mark.parametrize(("host_s", "on_host"), [(0.5, 2), (4.0, 0)])
+@pytest.mark.parametrize(
+    ("seconds", "on_host"),
+    [
+        ((0, 0.5, 0, 0), 2),
+        ((0, 4, 0, 0), 0),
+        ((4, 0, 0, 0), 0),
+        ((0, 4, 0, 3), 1),
+        ((0, 4, 3, 0), 1),
+    ],
+)
 def test_the_hosts_measured_times_are_of_the_first_layer_and_others_scale(
-    host_s: float, on_host: int
+    seconds: tuple[float, ...], on_host: int
 ) -> None:
     """Loading takes 2 s and, of the second layer's experts of 300 bytes, 6 s; a way half a second.
 
-    4 s on the host are too long in the first layer, and in the second 12 s.
+    `seconds` are host fixed and each, device fixed and each. 4 s on the host are too long in the
+    first layer, and in the second 12 s; not so where the device takes 3 s more, and then 9 s.
     """
     geometry = make_geometry(2, top_k=1, expert_bytes=((100,), (300,)))
     miss = partial(find_algorithm("miss", "host"), rule="first")
     engine, slots = wall_engine(None, "1/layer", geometry=geometry, miss=miss)
-    engine.set_host_costs(HostCosts(0.0, host_s, 0.0, 0.0, load_s=2.0, way_s=0.5))
+    engine.set_host_costs(HostCosts(*map(float, seconds), load_s=2.0, way_s=0.5))
     (record,) = serve(engine, slots, [[[0], [4]]])
     assert (record.misses, record.host_executed) == (2, on_host)
+    engine.close()
+
+
+def test_what_the_link_has_to_bring_before_is_of_its_layers_size() -> None:
+    """Layer 1's key 4 is on its way for 6 s: the other comes at 12, and from the host at 10."""
+    geometry = make_geometry(2, expert_bytes=((100,), (300,)))
+    miss = partial(find_algorithm("miss", "host"), rule="balanced")
+    engine, slots = wall_engine({(1, 0): [4]}, "3/layer", mover=Gated, geometry=geometry, miss=miss)
+    engine.set_host_costs(HostCosts(0.0, 3.0, 0.0, 0.0, load_s=2.0, way_s=0.5))
+    slots.open.set()
+    serve(engine, slots, [[[0], [6]]])
+    slots.open.clear()
+    engine.begin_pass(DECODE, 1)
+    for layer, keys in enumerate([[0], [4, 5]]):
+        run_layer(engine, experts_of(engine, layer, keys), layer)
+        if layer:
+            slots.open.set()
+        execute(engine, slots, layer)
+    assert engine.end_pass().host_executed == 1
+    engine.close()
+
+
+def test_an_upgrade_gives_its_old_slot_back() -> None:
+    levels = {0: 1, 1: 1}
+    miss = partial(Wanted, levels=levels)
+    engine, slots = wall_engine(None, "150B", mover=Roomy, geometry=LADDER, miss=miss)
+    for levels[0] in (1, 0):  # 100 bytes fit only into the place of the old 50
+        serve(engine, slots, [[[0, 1]]])
+    assert engine.pools[0].resident == {1: 1, 0: 0}
     engine.close()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm_eval_moecache.model.hook import FinishedSequences, WrappedModel
+from lm_eval_moecache.model.hook import FinishedSequences, Row, WrappedModel
 from tests.model.wrapped import WRAP
 from tests.models import FAMILY_CASES, random_model
 
@@ -123,3 +123,15 @@ def test_a_row_that_chose_the_padding_token_keeps_its_experts(family: str, clock
     batch = Batch([5, 3, 4], steps)
     assert_exact(model_of(family, torch.bfloat16), batch, clock, "25%")
     assert batch.count() == [12, 2, 2, 2, 1]
+
+
+def test_a_row_of_nobody_is_left_out_wherever_it_stands() -> None:
+    model, tokens = model_of("mixtral", torch.float32), torch.arange(2, 12).reshape(2, 5)
+    wrapped, seen = WRAP["virtual"](model, "on_demand", "25%"), []
+    for place in (0, 1):
+        wrapped.rows = [None, None]
+        wrapped.rows[place] = row = Row()
+        model(tokens.flip(0) if place else tokens)
+        seen.append([batch.row(own).experts.tolist() for batch, own in row.kept])
+    wrapped.unwrap()
+    assert seen[0] == seen[1]

@@ -279,7 +279,8 @@ class WallEngine(Engine):
                 load_s = 0.0
                 if costs is not None:
                     load_s = costs.load_s * sizes[layer][0] / sizes[0][0]
-                link_free_s = len(self.link.demanded()) * load_s
+                # Late prefetches of this event come before its demands.
+                link_free_s = sum(map(self.link.is_flying, pending.keys)) * load_s
                 rows.visit(event.HOST, pending.mark, seconds=link_free_s)
                 pending.on_host = [key for key in demands if slots["done"][key] == pending.mark]
             rows.visit(event.RELEASE, pending.mark)
