@@ -145,10 +145,10 @@ def draws(num_units: int) -> npt.NDArray[np.int64]:
     return np.vstack([np.ones(num_units, dtype=np.int64), *counts])
 
 
-def interval(values: Floats) -> str:
+def interval(values: Floats, form: str = "{:.1f}") -> str:
     """Format a figure and the 95% interval of its draws; `values` has the figure first."""
     low, high = bounds(values)
-    return f"{values[0]:.1f} [{low:.1f}, {high:.1f}]"
+    return f"{form.format(values[0])} [{form.format(low)}, {form.format(high)}]"
 
 
 def bounds(values: Floats) -> Floats:

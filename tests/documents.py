@@ -43,7 +43,7 @@ STAND_INS = {
 }
 # Models and tasks on the hub, which tests cannot reach: `shortened` puts local ones in their place.
 _HUB = re.compile(r"(?<=pretrained=)[\w.-]+/[\w.-]+")
-_HUB_TASKS = re.compile(r"(?<=--tasks )(?!tiny_|moecache_offline)\S+")
+_HUB_TASKS = re.compile(r"(?<=--tasks )(?!tiny_|moecache_offline|pass_at_k)\S+")
 _PRELOADED = ("lm_eval.evaluator", "lm_eval._cli", "lm_eval_moecache.harness.lm")
 
 

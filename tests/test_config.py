@@ -196,7 +196,7 @@ def test_a_good_command_line_and_those_of_other_models_pass(tmp_path: Path) -> N
     ("words", "message"),
     [
         (["--tasks", "tiny_gsm8"], "tasks='tiny_gsm8' is not known. Did you mean 'tiny_gsm8k'?"),
-        (["--tasks", "tiny_gsm8k", "--include_path", "policies"], "Add --include_path"),
+        (["--tasks", "tiny_gsm8k", "--include_path", "policies"], "Give --include_path"),
         (["--model_args", "load_in_4bit=True"], "Did you mean 'precision=int4'?"),
         (["--wandb_args", "project=x"], "--wandb_args needs the package 'wandb'"),
         (["--trackio_args", "project=x"], "`pip install trackio`"),

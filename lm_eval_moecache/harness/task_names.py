@@ -36,8 +36,8 @@ def check_known(names: Collection[str], folders: Collection[str]) -> None:
         name, ours = min(unknown), str(task_configs_dir())
         if any(unknown[name].search(text) for text in _texts_in(ours)):
             raise ValueError(
-                f"tasks={name!r} is this package's own. Add --include_path {ours}, or run "
-                "`moecache eval`, which adds it."
+                f"tasks={name!r} is this package's own. Give --include_path {ours}, which "
+                "`moecache eval` does where no other folder is given."
             )
         raise ValueError(
             f"tasks={name!r} is not known.{nearest(name, known)} Allowed: the tasks and groups of "
