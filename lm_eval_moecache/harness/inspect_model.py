@@ -5,12 +5,11 @@ Inspect finds it by the entry point `inspect_ai`; importing this module loads no
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
-from threading import Lock
 from typing import Any
 
-import anyio
-import anyio.to_thread
+from anyio import Lock, sleep, to_thread
 from inspect_ai.hooks import Hooks, TaskEnd, TaskStart, hooks
 from inspect_ai.log import MetadataEdit, ProvenanceData, edit_eval_log, write_eval_log_async
 from inspect_ai.model import (
@@ -64,7 +63,7 @@ class MoECacheAPI(ModelAPI):
         read_config(split_arguments(model_args, hflm_keys())[0])
         self._arguments = {"batch_size": _BATCH, **model_args}
         self._waiting: list[_Request] = []
-        self._served = anyio.Lock()
+        self._served = Lock()
 
     @cached_property
     def lm(self) -> Any:
@@ -94,7 +93,7 @@ class MoECacheAPI(ModelAPI):
         for key in _IGNORED:
             if (value := getattr(config, key)) is not None and (key, value) != ("num_choices", 1):
                 raise ValueError(f"moecache: {key}={value!r} is not followed. Leave it out.")
-        await anyio.to_thread.run_sync(lambda: self.lm)
+        await to_thread.run_sync(lambda: self.lm)
         if config.logprobs and not self.lm.moecache.policy.is_lossless:
             raise ValueError(
                 f"moecache: logprobs=True with policy={self.lm.moecache.policy.name!r}, whose "
@@ -102,16 +101,15 @@ class MoECacheAPI(ModelAPI):
             )
         outputs: list[ModelOutput] = []
         self._waiting.append((self._prompt(input), config, outputs))
-        await anyio.sleep(_GATHERED_S)
+        await sleep(_GATHERED_S)
         async with self._served:
             if not outputs:
                 batch, self._waiting = self._waiting, []
                 try:
-                    await anyio.to_thread.run_sync(self._serve, batch)
+                    await to_thread.run_sync(self._serve, batch)
                 except Exception:
-                    # Each of the others tries again, and fails by its own error if it has one.
-                    others = [each for each in batch if not each[2] and each[2] is not outputs]
-                    self._waiting = others + self._waiting
+                    # The others try again, and fail by errors of their own if they have any.
+                    self._waiting += [one for one in batch if not one[2] and one[2] is not outputs]
                     raise
         return outputs[0]
 
@@ -171,11 +169,10 @@ class MoECacheAPI(ModelAPI):
         return likely
 
 
-_LOADING = Lock()
+_LOADING = threading.Lock()
 _LOADED: dict[tuple[str, str], Any] = {}
 """Model and arguments -> the model, of this process."""
-_TASKS = [NAME]
-"""Names of the tasks begun, the present one last."""
+_TASKS = [NAME]  # the tasks begun, the present one last
 
 
 modelapi(name=NAME)(lambda: MoECacheAPI)
@@ -196,8 +193,7 @@ class SpeedInLog(Hooks):
         log, author = data.log, ProvenanceData(author=NAME, reason="speed of the run")
         for (name, _), lm in _LOADED.items():
             if log.eval.model == f"{NAME}/{name}" and log.location and lm.evaluated():
-                record = lm.report()
-                table = speed_table(record)
+                table = speed_table(record := lm.report())
                 edit = MetadataEdit(metadata_set={NAME: record, f"{NAME}_table": table})
                 log = edit_eval_log(log, [edit], author)
                 await write_eval_log_async(log, log.location, header_only=True)
