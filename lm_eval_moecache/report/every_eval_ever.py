@@ -118,7 +118,8 @@ def files(run: Run) -> dict[str, str]:
 
 
 def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+    # ASCII: readers of lines take some of Unicode's marks for their ends.
+    return json.dumps(value, allow_nan=False) + "\n"
 
 
 def _samples_of(run: Run) -> list[Path]:
